@@ -1,0 +1,1 @@
+"""The rollout server: watches the exchange, verifies, hot-reloads vLLM, labels every answer."""

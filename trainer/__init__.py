@@ -1,0 +1,1 @@
+"""The training job: settings, sharded model, SFT, and a publication every n steps."""
