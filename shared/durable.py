@@ -1,0 +1,183 @@
+"""Durable writes and fresh reads: the only module that may fsync, rename or link.
+
+Invariants: a file that appears under its final name through `create_exclusive`, `replace` or `link_or_copy`
+is whole; what has returned survives a power cut (fsync of the file, then of its directory); nothing that
+exists is ever opened for writing again. Follows docs/format.md [5]; the measurements behind each choice
+are in docs/decisions/002-durable-writes.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+WRITE_BLOCK_BYTES = 8 << 20
+TEMPORARY_PREFIX = ".tmp-"
+_ESTALE_TRIES = 10
+_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names inside a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory and its missing parents, each made durable in its own parent."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    with suppress(FileExistsError):
+        path.mkdir()
+    sync_directory(path.parent)
+
+
+class NewFile:
+    """A file written once, front to back, under its final name; digested in the same pass.
+
+    Creation is exclusive. Leaving the `with` block fsyncs; an exception removes the file instead.
+    The file follows the umask, so that a reader of the same group can open it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self._digest = xxhash.xxh3_128()
+
+    def __enter__(self) -> NewFile:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o666)
+        return self
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append all bytes of a contiguous buffer."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        for start in range(0, len(view), WRITE_BLOCK_BYTES):
+            block = view[start : start + WRITE_BLOCK_BYTES]
+            self._digest.update(block)
+            while block:
+                block = block[os.write(self._descriptor, block) :]
+        self.size_bytes += len(view)
+
+    @property
+    def xxh3_128(self) -> str:
+        return self._digest.hexdigest()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)  # on NFS only fsync reports a full disk
+        except OSError:
+            self._remove()
+            raise
+        finally:
+            os.close(self._descriptor)
+        if kind is not None:
+            self._remove()
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            self.path.unlink()
+
+
+@contextmanager
+def _beside(path: Path, data: bytes, *, sync: bool) -> Iterator[Path]:
+    """A whole temporary file in the directory of `path`; gone again on exit, whatever happened."""
+    temporary = path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+    try:
+        if sync:
+            with NewFile(temporary) as file:
+                file.write(data)
+        else:
+            temporary.write_bytes(data)
+        yield temporary
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def create_exclusive(path: Path, data: bytes) -> None:
+    """Create `path` whole and durable, or raise FileExistsError; exactly one racing caller wins.
+
+    `link()` is atomic and exclusive on local disks and on NFS, where a lost answer can make the client
+    repeat a link that succeeded: then the temporary file has two names, and the file is ours.
+    """
+    with _beside(path, data, sync=True) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            if temporary.stat().st_nlink != 2:
+                raise
+        sync_directory(path.parent)
+
+
+def replace(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Replace a small file atomically. `sync=False` is for beats, whose loss in a power cut is harmless."""
+    with _beside(path, data, sync=sync) as temporary:
+        os.rename(temporary, path)
+    if sync:
+        sync_directory(path.parent)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give an immutable file a second name; where the file system has no links, copy it durably."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with source.open("rb") as reader, NewFile(target) as file:
+            while block := reader.read(WRITE_BLOCK_BYTES):
+                file.write(block)
+
+
+def read_fresh(path: Path) -> bytes | None:
+    """The bytes of a small file as they are now, or None if there is none.
+
+    Opening the parent first makes an NFS v4 client revalidate the name (else a replaced file can be
+    stale for 40 ms); NFS v3 answers ESTALE now and then for a file that was just replaced.
+    """
+    for _ in range(_ESTALE_TRIES):
+        try:
+            os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    raise OSError(errno.ESTALE, f"still stale after {_ESTALE_TRIES} tries", str(path))
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and all in it; what is already gone is fine."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file; one that is already gone is fine."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+def sweep_temporaries(directory: Path) -> int:
+    """Remove what a killed process left half-written in a directory; returns how many."""
+    leftovers = [path for path in directory.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
+    for path in leftovers:
+        remove_file(path)
+    return len(leftovers)

@@ -1,0 +1,20 @@
+"""The `exact` merge rule, docs/format.md [4]: computed in float64, then converted once to the stored dtype.
+
+A merged weight is `(W.double() + s * (B.double() @ A.double())).to(d)`: one line of torch that anybody can
+run to check a version. float64 products make the bits independent of world size, sharding and blocking.
+torch converts float64 to a 16-bit dtype by way of float32; docs/decisions/001-exact-rounding.md has the
+measured consequence and why the checkable line is the rule.
+"""
+
+from __future__ import annotations
+
+import torch
+
+COMPUTE_DTYPE = torch.float64
+
+
+def round_merged(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A merged tensor, computed in float64, in the dtype that the base checkpoint stores it in."""
+    if value.dtype != COMPUTE_DTYPE:
+        raise TypeError(f"the exact rule rounds from {COMPUTE_DTYPE}, got {value.dtype}")
+    return value.to(dtype)
