@@ -42,7 +42,9 @@ class Checkpoint:
             for name in _weight_files(path):
                 for tensor, slot in read_header(path / name).items():
                     if tensor in slots:
-                        raise IntegrityError(path / name, f"holds {tensor}, which {file_of[tensor]} holds too")
+                        raise IntegrityError(
+                            path / name, f"holds {tensor}, which {file_of[tensor]} holds too"
+                        )
                     file_of[tensor], slots[tensor] = name, slot
             _check_index(path, file_of)
         except IntegrityError as error:
@@ -77,9 +79,7 @@ def _weight_files(path: Path) -> list[str]:
         return [SINGLE_NAME]
     others = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".bin", ".pt", ".gguf"))
     hint = f"; it has {others[0]}: convert it with transformers' save_pretrained first" if others else ""
-    raise BaseCheckpointError(
-        f"{path} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there{hint}"
-    )
+    raise BaseCheckpointError(f"{path} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there{hint}")
 
 
 def _read_index(index: Path) -> dict[str, str]:

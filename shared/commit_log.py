@@ -50,7 +50,9 @@ class LogEntry:
         except TypeError as error:
             raise FormatError(f"{where} is not a log entry of format {FORMAT}: {error}") from None
         if entry.kind not in ("epoch", "version") or slot_name(entry.number) != where.name:
-            raise FormatError(f"{where} says kind {entry.kind!r}, number {entry.number}: not what its name promises")
+            raise FormatError(
+                f"{where} says kind {entry.kind!r}, number {entry.number}: not what its name promises"
+            )
         if entry.kind == "version":
             check_path(entry.dir)
         return entry

@@ -54,7 +54,9 @@ class Version:
             raise IntegrityError(path, "is missing")
         found = manifest_id(data)
         if found != self.manifest_sha256:
-            raise IntegrityError(path, "is not what the log names", expected=self.manifest_sha256, found=found)
+            raise IntegrityError(
+                path, "is not what the log names", expected=self.manifest_sha256, found=found
+            )
         return Manifest.from_bytes(data, path)
 
     def __repr__(self) -> str:

@@ -26,7 +26,8 @@ def check_path(path: object) -> str:
     """A relative path below the exchange, of `[A-Za-z0-9._/-]`, without `..`; else FormatError."""
     if not isinstance(path, str) or not _SAFE_PATH.match(path) or {".", ".."} & set(path.split("/")):
         raise FormatError(
-            f"the path {path!r} is refused: paths are relative, below the exchange, of [A-Za-z0-9._/-], without .."
+            f"the path {path!r} is refused: a path must be relative, below the exchange, of [A-Za-z0-9._/-], "
+            "without .."
         )
     return path
 
@@ -169,7 +170,9 @@ def _build(cls: type[Manifest], value: dict[str, Any]) -> Manifest:
             "writer": WriterInfo(**value["writer"]),
             "base": BaseIdentity.from_json(value["base"]),
             "files": tuple(FileEntry(**entry) for entry in value["files"]),
-            "tensors": tuple(TensorEntry(**entry | {"shape": tuple(entry["shape"])}) for entry in value["tensors"]),
+            "tensors": tuple(
+                TensorEntry(**entry | {"shape": tuple(entry["shape"])}) for entry in value["tensors"]
+            ),
             "adapter": adapter
             and AdapterEntry(**adapter | {"modules": tuple(AdapterModule(**m) for m in adapter["modules"])}),
             "tied": tuple((first, second) for first, second in value["tied"]),
