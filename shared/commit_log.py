@@ -127,6 +127,7 @@ class CommitLog:
     def _fenced_message(self, epoch: int) -> str:
         newer = next(entry for entry in self.entries if entry.epoch > epoch)
         return (
-            f"{self.path.parent}: writer of epoch {epoch} was replaced by {newer.owner} (epoch {newer.epoch}, "
-            f"run {newer.run_id}, since {newer.created}); this job must stop, nothing of it was committed"
+            f"{self.path.parent}: the writer of epoch {epoch} was replaced by {newer.owner} (epoch "
+            f"{newer.epoch}, run {newer.run_id}, since {newer.created}); this job must stop, nothing of it "
+            "was committed"
         )

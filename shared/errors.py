@@ -98,7 +98,8 @@ class PublishError(WeightferryError):
     def __init__(self, rank: int, cause: str) -> None:
         self.rank, self.cause = rank, cause
         super().__init__(
-            f"the version was not published: rank {rank} failed: {cause}. The model is untouched; publish again."
+            f"the version was not published: rank {rank} failed: {cause}. "
+            "The model is untouched; publish again."
         )
 
 

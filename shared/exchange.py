@@ -178,7 +178,8 @@ def _read_identity(path: Path) -> _Identity:
     data = durable.read_fresh(file)
     if data is None:
         raise ExchangeNotFoundError(
-            f"{path} is not an exchange (it has no {IDENTITY_NAME}); check the path, or start a trainer with it"
+            f"{path} is not an exchange (it has no {IDENTITY_NAME}); "
+            "check the path, or start a trainer with it"
         )
     value = read_json_object(data, file)
     check_format(value, file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
 from .base import BaseIdentity
 from .digest import canonical_json, sha256_hex
@@ -122,12 +122,12 @@ class Manifest:
         return canonical_json(asdict(self))
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: object) -> Self:
+    def from_bytes(cls, data: bytes, where: object) -> Manifest:
         """Parse and check a manifest; `where` names it in errors."""
         value = read_json_object(data, where)
         check_format(value, where)
         try:
-            manifest = _build(cls, value)
+            manifest = _build(value)
         except (TypeError, KeyError, ValueError) as error:
             raise FormatError(f"{where} is not a manifest of format {FORMAT}: {error}") from None
         _check_manifest(manifest, where)
@@ -159,12 +159,12 @@ def check_format(value: dict[str, Any], where: object) -> None:
         )
 
 
-def _build(cls: type[Manifest], value: dict[str, Any]) -> Manifest:
-    unknown = value.keys() - {entry.name for entry in fields(cls)}
+def _build(value: dict[str, Any]) -> Manifest:
+    unknown = value.keys() - {entry.name for entry in fields(Manifest)}
     if unknown:
         raise ValueError(f"unknown fields {sorted(unknown)}")
     adapter = value["adapter"]
-    return cls(
+    return Manifest(
         **value
         | {
             "writer": WriterInfo(**value["writer"]),
