@@ -82,7 +82,7 @@ def _addition(args: argparse.Namespace, directory: Path) -> Subject:
     from .demo_task import Addition
 
     return Subject(
-        base=make_base(directory / "base-addition", print),
+        base=make_base(directory / "base-addition", _say),
         task=Addition(),
         num_steps=200 if args.steps is None else args.steps,
         publish_every=20 if args.publish_every is None else args.publish_every,
@@ -100,7 +100,7 @@ def _gemma(args: argparse.Namespace, directory: Path) -> Subject:
     from .gemma import Facts, make_gemma
 
     return Subject(
-        base=make_gemma(directory / "base-gemma3-270m", print, terms_accepted=args.accept_gemma_terms),
+        base=make_gemma(directory / "base-gemma3-270m", _say, terms_accepted=args.accept_gemma_terms),
         task=Facts(),
         num_steps=12 if args.steps is None else args.steps,
         publish_every=6 if args.publish_every is None else args.publish_every,
@@ -112,6 +112,10 @@ def _gemma(args: argparse.Namespace, directory: Path) -> Subject:
         kv_cache_bytes=256 << 20,
         training_deadline_s=1800.0,
     )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # at once, also into a pipe
 
 
 def _new_run_directory(directory: Path) -> Path:

