@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +20,8 @@ def quick_recipe(monkeypatch):
 
 def test_the_base_is_a_checkpoint_that_transformers_loads(tmp_path, quick_recipe):
     directory = make_base(tmp_path / "base", print)
-    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert model.num_parameters() < 400_000

@@ -9,7 +9,7 @@ from rich.console import Console
 from scripted_server import Script, serving
 from tiny_exchange import make_base, publish, writing
 
-from weightferry.examples.demo_client import PolicyClient
+from weightferry.examples.demo_client import Measurement, PolicyClient
 from weightferry.examples.demo_screen import Row, Screen
 from weightferry.examples.demo_story import REPLACED, SKIPPED, Story
 from weightferry.examples.demo_task import Addition, held_out_questions
@@ -92,3 +92,17 @@ def test_without_a_terminal_each_version_is_one_plain_line_and_the_table_comes_l
         assert out.getvalue().splitlines() == ["version base  step 0  accuracy asked"]
         screen.finish(rows)
     assert "published at" in out.getvalue()
+
+
+def test_on_a_terminal_the_table_is_drawn_live_and_says_what_is_waited_for():
+    out = io.StringIO()
+    rows = [Row(number=0, step=0), Row(number=2, step=10, measurement=a_half_right_version(2))]
+    with Screen("accuracy", Console(file=out, width=120, force_terminal=True)) as screen:
+        screen.show(rows, "training")
+        screen.finish(rows)
+    assert "training" in out.getvalue()
+    assert "50.0% " + "█" * 10 in out.getvalue()
+
+
+def a_half_right_version(number: int) -> Measurement:
+    return Measurement(version=number, score=0.5, shown="50.0%")
