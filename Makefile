@@ -42,7 +42,7 @@ format: setup ## format and mend what ruff can mend
 
 build: setup ## source distribution and wheel, in dist/
 	@rm -rf build dist
-	@$(BIN)/python -m build --no-isolation >/dev/null && ls dist
+	@$(BIN)/python -m build --quiet --no-isolation && ls dist
 
 clean: ## remove everything that the verbs made, except .venv
 	@rm -rf build dist .demo *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -157,7 +157,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "__init__.py", "py.typed"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "__init__.py", "py.typed"):
         shutil.copy(ROOT / name, source)
     for room in ROOMS:
         shutil.copytree(ROOT / room, source / room)
