@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from . import durable
 from .digest import canonical_json
+from .store import Store
 
 BEATS_PER_TTL = 3
 
 
 class Beat:
-    """Rewrites `path` with `content(count)` three times a ttl until closed.
+    """Rewrites the file `path` of a store with `content(count)` three times a ttl until closed.
 
     A failed rewrite (full disk, lost mount) is kept in `last_error` and tried again at the next beat.
     """
 
-    def __init__(self, path: Path, content: Callable[[int], dict[str, Any]], ttl_s: float) -> None:
-        self.path, self._content, self._interval_s = path, content, ttl_s / BEATS_PER_TTL
+    def __init__(
+        self, store: Store, path: str, content: Callable[[int], dict[str, Any]], ttl_s: float
+    ) -> None:
+        self._store, self._path, self._content = store, path, content
+        self._interval_s = ttl_s / BEATS_PER_TTL
         self.last_error: OSError | None = None
         self._count = 0
         self._stop = threading.Event()
-        durable.replace(path, canonical_json(content(0)))
-        self._thread = threading.Thread(target=self._run, name=f"beat {path.name}", daemon=True)
+        store.replace(path, canonical_json(content(0)))
+        self._thread = threading.Thread(target=self._run, name=f"beat {path}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -41,7 +43,7 @@ class Beat:
         while not self._stop.wait(self._interval_s):
             self._count += 1
             try:
-                durable.replace(self.path, canonical_json(self._content(self._count)), sync=False)
+                self._store.replace(self._path, canonical_json(self._content(self._count)), sync=False)
                 self.last_error = None
             except OSError as error:
                 self.last_error = error

@@ -32,6 +32,9 @@ COMMANDS = {
     "verify": SubCommand(
         help="read every byte and say everything that is wrong", module="..shared.inspect", suffix="verify"
     ),
+    "pin": SubCommand(help="keep a version for good", module="..shared.operate", suffix="pin"),
+    "unpin": SubCommand(help="leave a version to retention", module="..shared.operate", suffix="unpin"),
+    "gc": SubCommand(help="delete what retention does not keep", module="..shared.operate", suffix="gc"),
     "serve": SubCommand(
         help="serve the newest version with vLLM", module="..rollout_server.serve", passes_flags_on=True
     ),

@@ -1,30 +1,49 @@
-"""The commit log: dense, numbered entries, each created exclusively; the truth about epochs and versions.
+"""The commit log: dense, numbered entries, each created exclusively; the truth about what is in an exchange.
 
 Invariants: slot n+1 exists only if slot n does; an entry never changes; epochs only rise; a version entry
-carries the epoch that reigned when it was appended. Neither locks nor clocks are trusted: a writer whose
-epoch has passed finds its slot taken, reads the newer epoch, and stops. Follows docs/format.md [5].
+carries the epoch that reigned when it was appended; a version that an entry no longer retains is never
+retained again, because every entry is made from its predecessor. Neither locks nor clocks are trusted: a
+writer whose epoch has passed finds its slot taken, reads the newer epoch, and stops.
+Follows docs/format.md [5] and [7].
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from . import durable
 from .digest import canonical_json
-from .errors import FormatError, WriterFencedError
+from .errors import FormatError, IntegrityError, WriterFencedError
 from .manifest import FORMAT, check_format, check_path, read_json_object
+from .store import Store
 
 LOG_NAME = "log"
+KINDS = ("epoch", "version", "retention", "pin", "unpin")
 _DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Which versions stay: those at or above the watermark, and those named. The others may be deleted."""
+
+    watermark: int = 0
+    kept: tuple[int, ...] = ()
+
+    def keeps(self, number: int) -> bool:
+        return number >= self.watermark or number in self.kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
-    """One slot: kind "epoch" (a writer took over) or "version" (a publication was committed)."""
+    """One slot. Its kind: a writer took over ("epoch"), a publication was committed ("version"), version
+    `target` is to stay for good ("pin") or no more ("unpin"), or "retention" alone.
+
+    A version or retention entry may carry `watermark` and `kept`: from this slot on only these are retained.
+    """
 
     kind: str
     number: int
@@ -36,20 +55,30 @@ class LogEntry:
     dir: str | None = None
     step: int | None = None
     manifest_sha256: str | None = None
+    target: int | None = None
+    watermark: int | None = None
+    kept: tuple[int, ...] | None = None
     format: int = FORMAT
+
+    @property
+    def retention(self) -> Retention | None:
+        return None if self.watermark is None else Retention(watermark=self.watermark, kept=self.kept or ())
 
     def to_bytes(self) -> bytes:
         return canonical_json(asdict(self))
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: Path) -> LogEntry:
+    def from_bytes(cls, data: bytes, where: object) -> LogEntry:
+        """Parse an entry; `where` is its full name, of which the last part must be its slot's."""
         value = read_json_object(data, where)
         check_format(value, where)
         try:
-            entry = cls(**value)
-        except TypeError as error:
+            kept = value.get("kept")
+            entry = cls(**value | {"kept": None if kept is None else tuple(kept)})
+            slot = slot_name(entry.number)
+        except (TypeError, ValueError) as error:
             raise FormatError(f"{where} is not a log entry of format {FORMAT}: {error}") from None
-        if entry.kind not in ("epoch", "version") or slot_name(entry.number) != where.name:
+        if entry.kind not in KINDS or slot != str(where).rpartition("/")[2]:
             raise FormatError(
                 f"{where} says kind {entry.kind!r}, number {entry.number}: not what its name promises"
             )
@@ -68,12 +97,18 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-class CommitLog:
-    """The log directory of one exchange, with what this process has read of it so far."""
+Decide = Callable[[int], dict[str, Any] | None]
+_REIGNING = 0  # epochs count from 1
 
-    def __init__(self, exchange_path: Path) -> None:
-        self.path = exchange_path / LOG_NAME
+
+class CommitLog:
+    """The log of one exchange, with what this process has read of it so far; threads may share it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, threading.RLock()
         self.entries: list[LogEntry] = []
+        self.retention = Retention()
+        self.pinned: frozenset[int] = frozenset()
 
     @property
     def highest_epoch(self) -> int:
@@ -81,53 +116,96 @@ class CommitLog:
 
     @property
     def versions(self) -> list[LogEntry]:
+        """Every version ever committed, also what retention has passed."""
         return [entry for entry in self.entries if entry.kind == "version"]
+
+    @property
+    def retained(self) -> list[LogEntry]:
+        """The versions that may be opened."""
+        return [entry for entry in self.versions if self.retention.keeps(entry.number)]
 
     def absorb(self) -> None:
         """Read every entry after the last one known, in order, up to the first free slot."""
-        while True:
-            entry = self._read(len(self.entries) + 1)
-            if entry is None:
-                return
-            self.entries.append(entry)
+        with self._lock:
+            while (entry := self._read(len(self.entries) + 1)) is not None:
+                self._enter(entry)
 
-    def append(self, *, kind: str, epoch: int | None, run_id: str, owner: str, **version: Any) -> LogEntry:
+    @property
+    def reigning_run(self) -> str:
+        """The run id of the newest epoch, "" if there is none yet."""
+        return next((entry.run_id for entry in reversed(self.entries) if entry.kind == "epoch"), "")
+
+    def require_dense(self) -> None:
+        """Raise IntegrityError if entries lie beyond a missing one: then nothing may be appended."""
+        self.absorb()
+        missing = slot_name(len(self.entries) + 1)
+        beyond = [name for name in self._store.list(LOG_NAME) if name > missing]
+        if beyond and self._store.read(f"{LOG_NAME}/{missing}") is None:
+            where = self._store.where(f"{LOG_NAME}/{missing}")
+            raise IntegrityError(
+                where, f"is missing, yet {beyond[-1]} is there; restore it, or give this job another exchange"
+            )
+
+    def append(
+        self, *, kind: str, epoch: int | None, decide: Decide | None = None, **fields: Any
+    ) -> LogEntry:
         """Append an entry durably in the next free slot and return it.
 
         `epoch=None` opens a new epoch, one above the highest. Otherwise WriterFencedError if the log
-        already holds a newer epoch than the given one.
+        already holds a newer epoch than the given one. `decide(number)` may add fields; see `append_if`.
         """
+        entry = self._append(decide or (lambda _: {}), kind=kind, epoch=epoch, **fields)
+        if entry is None:
+            raise ValueError(f"nothing was decided for an entry of kind {kind}")
+        return entry
+
+    def append_if(self, decide: Decide, *, kind: str, **fields: Any) -> LogEntry | None:
+        """Append an entry in whatever epoch reigns: for those who are not the writer.
+
+        `decide(number)` is asked once every entry before slot `number` is known, and again if another
+        process takes that slot; it returns further fields, or None when there is nothing to append.
+        """
+        return self._append(decide, kind=kind, epoch=_REIGNING, **fields)
+
+    def _append(self, decide: Decide, *, kind: str, epoch: int | None, **fields: Any) -> LogEntry | None:
         nonce = uuid.uuid4().hex
-        while True:
-            self.absorb()
-            if epoch is not None and self.highest_epoch > epoch:
-                raise WriterFencedError(self._fenced_message(epoch))
-            entry = LogEntry(
-                kind=kind,
-                number=len(self.entries) + 1,
-                epoch=self.highest_epoch + 1 if epoch is None else epoch,
-                run_id=run_id,
-                nonce=nonce,
-                owner=owner,
-                created=now(),
-                **version,
-            )
-            try:
-                durable.create_exclusive(self.path / slot_name(entry.number), entry.to_bytes())
-            except FileExistsError:
-                continue  # another writer has this slot: read it, look at its epoch, try the next
-            self.entries.append(entry)
-            return entry
+        with self._lock:
+            while True:
+                self.absorb()
+                if epoch and self.highest_epoch > epoch:
+                    raise WriterFencedError(self._fenced_message(epoch))
+                number = len(self.entries) + 1
+                decided = decide(number)
+                if decided is None:
+                    return None
+                reign = self.highest_epoch + 1 if epoch is None else epoch or self.highest_epoch
+                entry = LogEntry(
+                    kind=kind, number=number, epoch=reign, nonce=nonce, created=now(), **fields, **decided
+                )
+                try:
+                    self._store.create(f"{LOG_NAME}/{slot_name(number)}", entry.to_bytes())
+                except FileExistsError:
+                    continue  # another process has this slot: read it, look at its epoch, try the next
+                self._enter(entry)
+                return entry
+
+    def _enter(self, entry: LogEntry) -> None:
+        self.entries.append(entry)
+        self.retention = entry.retention or self.retention
+        if entry.kind == "pin":
+            self.pinned |= {entry.target or 0}
+        elif entry.kind == "unpin":
+            self.pinned -= {entry.target or 0}
 
     def _read(self, number: int) -> LogEntry | None:
-        path = self.path / slot_name(number)
-        data = durable.read_fresh(path)
-        return None if data is None else LogEntry.from_bytes(data, path)
+        path = f"{LOG_NAME}/{slot_name(number)}"
+        data = self._store.read(path)
+        return None if data is None else LogEntry.from_bytes(data, self._store.where(path))
 
     def _fenced_message(self, epoch: int) -> str:
         newer = next(entry for entry in self.entries if entry.epoch > epoch)
         return (
-            f"{self.path.parent}: the writer of epoch {epoch} was replaced by {newer.owner} (epoch "
+            f"{self._store.where('')}: the writer of epoch {epoch} was replaced by {newer.owner} (epoch "
             f"{newer.epoch}, run {newer.run_id}, since {newer.created}); this job must stop, nothing of it "
             "was committed"
         )

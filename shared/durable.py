@@ -116,6 +116,13 @@ def create_exclusive(path: Path, data: bytes) -> None:
     `link()` is atomic and exclusive on local disks and on NFS, where a lost answer can make the client
     repeat a link that succeeded: then the temporary file has two names, and the file is ours.
     """
+    try:
+        _create_once(path, data)
+    except FileNotFoundError:  # somebody who became the writer swept our temporary file
+        _create_once(path, data)
+
+
+def _create_once(path: Path, data: bytes) -> None:
     with _beside(path, data, sync=True) as temporary:
         try:
             os.link(temporary, path)
@@ -127,6 +134,13 @@ def create_exclusive(path: Path, data: bytes) -> None:
 
 def replace(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Replace a small file atomically. `sync=False` is for beats, whose loss in a power cut is harmless."""
+    try:
+        _replace_once(path, data, sync=sync)
+    except FileNotFoundError:  # as in create_exclusive
+        _replace_once(path, data, sync=sync)
+
+
+def _replace_once(path: Path, data: bytes, *, sync: bool) -> None:
     with _beside(path, data, sync=sync) as temporary:
         os.rename(temporary, path)
     if sync:
@@ -163,6 +177,14 @@ def read_fresh(path: Path) -> bytes | None:
     raise OSError(errno.ESTALE, f"still stale after {_ESTALE_TRIES} tries", str(path))
 
 
+def list_fresh(directory: Path) -> list[str]:
+    """The names in a directory, sorted, without unfinished writes; a listing is fresh on NFS too."""
+    try:
+        return sorted(name for name in os.listdir(directory) if not name.startswith(TEMPORARY_PREFIX))
+    except FileNotFoundError:
+        return []
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory and all in it; what is already gone is fine."""
     with suppress(FileNotFoundError):
@@ -177,6 +199,8 @@ def remove_file(path: Path) -> None:
 
 def sweep_temporaries(directory: Path) -> int:
     """Remove what a killed process left half-written in a directory; returns how many."""
+    if not directory.is_dir():
+        return 0
     leftovers = [path for path in directory.iterdir() if path.name.startswith(TEMPORARY_PREFIX)]
     for path in leftovers:
         remove_file(path)

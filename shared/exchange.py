@@ -1,7 +1,7 @@
 """The exchange as a reader sees it: its identity, its versions, and opening one under a lease.
 
-Invariant: what `latest()`, `versions()` and `version()` return is named by the commit log; a directory that
-no entry names does not exist here. Called by the server, the inspect commands and the writer.
+Invariant: what `latest()`, `versions()` and `version()` return is named and retained by the commit log; a
+directory that no entry names does not exist here. Called by the server, the commands and the writer.
 Follows docs/format.md [1], [3] and [7].
 """
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from . import durable
 from .base import BaseIdentity, identify_base
 from .checkpoint import Checkpoint
 from .commit_log import LOG_NAME, CommitLog, LogEntry, now
@@ -29,6 +28,7 @@ from .errors import (
 )
 from .lease import READERS_NAME, Lease
 from .manifest import FORMAT, MANIFEST_NAME, Manifest, check_format, manifest_id, read_json_object
+from .store import LocalStore, Store
 
 IDENTITY_NAME = "exchange.json"
 LATEST_NAME = "latest.json"
@@ -39,17 +39,25 @@ BASE_NAME = "base"
 class Version:
     """One committed version; its manifest is read and checked when it is first asked for."""
 
-    def __init__(self, exchange_path: Path, entry: LogEntry) -> None:
-        self.exchange_path, self.entry = exchange_path, entry
+    def __init__(self, store: Store, entry: LogEntry) -> None:
+        self.store, self.entry = store, entry
         self.number, self.run_id, self.epoch = entry.number, entry.run_id, entry.epoch
         self.step, self.dir, self.manifest_sha256 = entry.step or 0, entry.dir or "", entry.manifest_sha256
-        self.path = exchange_path / self.dir
+
+    @property
+    def exchange_path(self) -> Path:
+        return local_path(self.store)
+
+    @property
+    def path(self) -> Path:
+        """The version's directory; UnsupportedError where there is none (a bucket)."""
+        return self.exchange_path / self.dir
 
     @cached_property
     def manifest(self) -> Manifest:
         """Raises IntegrityError when it is missing or not the one that the log names."""
-        path = self.path / MANIFEST_NAME
-        data = durable.read_fresh(path)
+        path = self.store.where(f"{self.dir}/{MANIFEST_NAME}")
+        data = self.store.read(f"{self.dir}/{MANIFEST_NAME}")
         if data is None:
             raise IntegrityError(path, "is missing")
         found = manifest_id(data)
@@ -60,7 +68,7 @@ class Version:
         return Manifest.from_bytes(data, path)
 
     def __repr__(self) -> str:
-        return f"Version({self.number}, step {self.step}, run {self.run_id}, {self.path})"
+        return f"Version({self.number}, step {self.step}, run {self.run_id}, {self.store.where(self.dir)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +90,18 @@ class _Identity:
 
 
 class Exchange:
-    """A local exchange directory; make one with `Exchange.open`."""
+    """An exchange as a reader sees it; make one with `Exchange.open`."""
 
-    def __init__(self, path: Path, identity: _Identity) -> None:
-        self.path, self.exchange_id, self.base = path, identity.exchange_id, identity.base
+    def __init__(self, store: Store, identity: _Identity) -> None:
+        self.store, self.exchange_id, self.base = store, identity.exchange_id, identity.base
         self.base_dir: Path | None = None
         self.base_digests: dict[str, str] | None = None
-        self.log = CommitLog(path)
+        self.log = CommitLog(store)
+
+    @property
+    def path(self) -> Path:
+        """The exchange's directory; UnsupportedError where there is none (a bucket)."""
+        return local_path(self.store)
 
     @classmethod
     def open(
@@ -106,14 +119,14 @@ class Exchange:
 
         Raises ExchangeNotFoundError, BaseCheckpointError, BaseMismatchError or FormatError.
         """
-        path = _local_path(url)
+        store = LocalStore(_local_path(url))
         if base is None:
-            return cls(path, _read_identity(path))
+            return cls(store, _read_identity(store))
         checkpoint = Checkpoint.open(base)
         found, digests = identify_base(checkpoint, model=model_name, revision=revision)
-        if not (path / IDENTITY_NAME).exists():
-            _create(path, found)
-        exchange = cls(path, _read_identity(path))
+        if store.read(IDENTITY_NAME) is None:
+            _create(store, found)
+        exchange = cls(store, _read_identity(store))
         exchange.require_base(found)
         exchange.base_dir, exchange.base_digests = checkpoint.path, digests
         return exchange
@@ -122,30 +135,31 @@ class Exchange:
         """Raise BaseMismatchError unless `found` is this exchange's base."""
         if not self.base.is_same_as(found):
             raise BaseMismatchError(
-                f"{self.path} is the exchange of another base: {self.base} expected, {found} found. "
-                "Give the base that the exchange was made with, or a new exchange directory."
+                f"{self.store.where('')} is the exchange of another base: {self.base} expected, {found} "
+                "found. Give the base that the exchange was made with, or a new exchange directory."
             )
 
     def newest_number(self) -> int:
         """What `latest.json` says, 0 for none: one small read, for a poller. A hint, never the truth."""
-        path = self.path / LATEST_NAME
-        data = durable.read_fresh(path)
+        data = self.store.read(LATEST_NAME)
         if data is None:
             return 0
-        value = read_json_object(data, path)
-        check_format(value, path)
+        where = self.store.where(LATEST_NAME)
+        value = read_json_object(data, where)
+        check_format(value, where)
+        if not isinstance(value.get("number"), int):
+            raise FormatError(f"{where} holds no number; `weightferry verify --repair` mends it")
         return value["number"]
 
     def latest(self) -> Version | None:
         """The newest committed version, or None."""
-        self.log.absorb()
-        versions = self.log.versions
-        return Version(self.path, versions[-1]) if versions else None
+        versions = self.versions()
+        return versions[-1] if versions else None
 
     def versions(self) -> list[Version]:
-        """All committed versions that the log names, oldest first."""
+        """The committed versions that the log retains, oldest first."""
         self.log.absorb()
-        return [Version(self.path, entry) for entry in self.log.versions]
+        return [Version(self.store, entry) for entry in self.log.retained]
 
     def version(self, number: int) -> Version:
         """The version of that number, or VersionNotFoundError naming the ones there are."""
@@ -153,15 +167,48 @@ class Exchange:
         for version in known:
             if version.number == number:
                 return version
-        there = f"it has {known[0].number} to {known[-1].number}" if known else "it has none yet"
-        raise VersionNotFoundError(number, f"{self.path} has no version {number}; {there}")
+        there = f"it has {', '.join(_ranges([v.number for v in known]))}" if known else "it has none yet"
+        was = any(entry.number == number for entry in self.log.versions)
+        why = " any more (retention has passed it)" if was else ""
+        raise VersionNotFoundError(number, f"{self.store.where('')} has no version {number}{why}; {there}")
+
+    def require_retained(self, number: int) -> None:
+        """Raise VersionNotFoundError unless the log, as far as it was read, retains that version."""
+        if not any(entry.number == number for entry in self.log.retained):
+            self.version(number)
 
     @contextmanager
     def open_version(self, number: int, *, reader: str) -> Iterator[Version]:
-        """Hold a lease on a version while reading it; `reader` names the process, e.g. "host:pid"."""
+        """Hold a lease on a version while reading it; `reader` names the process, e.g. "host:pid".
+
+        VersionNotFoundError if retention has passed it, also between the caller's look and the lease.
+        """
         version = self.version(number)
-        with Lease(self.path, number, reader):
+        with Lease(self.store, number, reader, lambda: self._is_retained(number)):
             yield version
+
+    def _is_retained(self, number: int) -> bool:
+        self.log.absorb()
+        return self.log.retention.keeps(number)
+
+
+def local_path(store: Store) -> Path:
+    if store.path is None:
+        raise UnsupportedError(
+            f"{store.where('')} is not a directory; `weightferry materialize` copies a version of it to one"
+        )
+    return store.path
+
+
+def _ranges(numbers: list[int]) -> list[str]:
+    """[3, 4, 5, 9] -> ["3 to 5", "9"]"""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
 
 
 def _local_path(url: str | Path) -> Path:
@@ -173,29 +220,29 @@ def _local_path(url: str | Path) -> Path:
     return Path(text).absolute()
 
 
-def _read_identity(path: Path) -> _Identity:
-    file = path / IDENTITY_NAME
-    data = durable.read_fresh(file)
+def _read_identity(store: Store) -> _Identity:
+    data = store.read(IDENTITY_NAME)
     if data is None:
         raise ExchangeNotFoundError(
-            f"{path} is not an exchange (it has no {IDENTITY_NAME}); "
+            f"{store.where('')} is not an exchange (it has no {IDENTITY_NAME}); "
             "check the path, or start a trainer with it"
         )
-    value = read_json_object(data, file)
-    check_format(value, file)
+    where = store.where(IDENTITY_NAME)
+    value = read_json_object(data, where)
+    check_format(value, where)
     try:
         base = BaseIdentity.from_json(value["base"])
         return _Identity(exchange_id=value["exchange_id"], base=base, created=value["created"])
     except KeyError as error:
-        raise FormatError(f"{file} lacks {error}") from None
+        raise FormatError(f"{where} lacks {error}") from None
 
 
-def _create(path: Path, base: BaseIdentity) -> None:
+def _create(store: Store, base: BaseIdentity) -> None:
     """Make the directories and `latest.json` first, `exchange.json` last: it is what makes an exchange."""
     for name in (LOG_NAME, READERS_NAME, BASE_NAME, VERSIONS_NAME):
-        durable.make_directory(path / name)
+        store.make_directory(name)
     identity = _Identity(exchange_id=uuid.uuid4().hex, base=base, created=now())
     with suppress(FileExistsError):
-        durable.create_exclusive(path / LATEST_NAME, canonical_json({"format": FORMAT, "number": 0}))
+        store.create(LATEST_NAME, canonical_json({"format": FORMAT, "number": 0}))
     with suppress(FileExistsError):  # a racing process made it first: its identity counts
-        durable.create_exclusive(path / IDENTITY_NAME, identity.to_bytes())
+        store.create(IDENTITY_NAME, identity.to_bytes())

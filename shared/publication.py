@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,12 +139,19 @@ class Publication:
             dir=self.relative_dir,
             step=self.step,
             manifest_sha256=manifest_id(data),
+            decide=self._retention,
         )
         reach("after-commit")
         pointer = canonical_json({"format": FORMAT, "number": entry.number})
-        durable.replace(self._exchange.path / LATEST_NAME, pointer)
+        self._exchange.store.replace(LATEST_NAME, pointer)
         reach("after-latest")
-        return Version(self._exchange.path, entry)
+        self._writer.prune()
+        return Version(self._exchange.store, entry)
+
+    def _retention(self, number: int) -> dict[str, Any]:
+        """The commit says at once what it leaves to deletion, so that it costs no entry of its own."""
+        decided = self._writer.pruner.decide(number, self.step)
+        return {} if decided is None else asdict(decided)
 
     def abandon(self) -> None:
         """Remove what was written; harmless after a failure at any point before the commit."""

@@ -6,26 +6,29 @@ writers who is at work; safety never depends on it. Follows docs/format.md [5] 1
 
 from __future__ import annotations
 
-import os
+import logging
 import re
-import socket
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
-from . import durable
 from .beat import Beat
 from .commit_log import LOG_NAME
 from .digest import canonical_json
-from .errors import WriterActiveError
+from .errors import ExchangeError, WriterActiveError
 from .exchange import LATEST_NAME, VERSIONS_NAME, Exchange
-from .manifest import FORMAT, check_format, read_json_object
+from .kill_points import reach
+from .lease import READERS_NAME
+from .manifest import FORMAT, MANIFEST_NAME, check_format, read_json_object
+from .process import is_gone_from_this_host, owner_name, process_identity
 from .publication import Publication
+from .retention import GRACE_S, Pruner, PruneReport, RetentionPolicy
+from .store import Store
 
 WRITER_NAME = "writer.json"
 WRITER_TTL_S = 30.0
 _POLL_S = 0.2
+_LOG = logging.getLogger(__name__)
 _DIRECTORY = re.compile(r"step\d{8,}-e(\d{4,})-[0-9a-f]+\Z")
 
 
@@ -35,37 +38,67 @@ class ExchangeWriter:
     `sweep_report` lists the unfinished version directories of dead writers that `become` removed.
     """
 
-    def __init__(self, exchange: Exchange, *, run_id: str, epoch: int, ttl_s: float) -> None:
+    def __init__(
+        self, exchange: Exchange, *, run_id: str, epoch: int, ttl_s: float, pruner: Pruner | None = None
+    ) -> None:
         self.exchange, self.run_id, self.epoch = exchange, run_id, epoch
         self.owner = owner_name()
+        self.pruner = pruner or Pruner(exchange, RetentionPolicy())
+        self.prune_report = PruneReport()
+        self.prune_error: Exception | None = None
         self._ttl_s, self._closed = ttl_s, False
-        self.sweep_report = _sweep(exchange, epoch)
-        _mend_latest(exchange)
-        self._beat = Beat(exchange.path / WRITER_NAME, self._content, ttl_s)
+        self.sweep_report = sweep_unfinished(exchange)
+        mend_latest(exchange)
+        self._beat = Beat(exchange.store, WRITER_NAME, self._content, ttl_s)
         self.base_shards: dict[str, Any] = {}
 
     @classmethod
-    def become(cls, exchange: Exchange, *, run_id: str, writer_ttl_s: float = WRITER_TTL_S) -> ExchangeWriter:
+    def become(
+        cls,
+        exchange: Exchange,
+        *,
+        run_id: str,
+        writer_ttl_s: float = WRITER_TTL_S,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        grace_s: float = GRACE_S,
+    ) -> ExchangeWriter:
         """Take the exchange over, unless another writer lives: then WriterActiveError names it.
 
         A writer lives if its beat moves within its ttl (seconds) by this process's own clock. One that
         closed cleanly, or whose process is gone from this same host, is not waited for.
+        `keep` and `keep_every` are RetentionPolicy's; by default nothing is ever deleted.
         """
-        _wait_until_writer_is_dead(exchange.path / WRITER_NAME)
+        pruner = Pruner(exchange, RetentionPolicy(keep=keep, keep_every=keep_every), grace_s=grace_s)
+        exchange.log.require_dense()
+        _wait_until_writer_is_dead(exchange.store)
         entry = exchange.log.append(kind="epoch", epoch=None, run_id=run_id, owner=owner_name())
-        return cls(exchange, run_id=run_id, epoch=entry.epoch, ttl_s=writer_ttl_s)
+        return cls(exchange, run_id=run_id, epoch=entry.epoch, ttl_s=writer_ttl_s, pruner=pruner)
 
     def begin(self, step: int) -> Publication:
         """Start a version for training step `step`; nothing of it is visible before `commit`."""
         name = f"{VERSIONS_NAME}/step{step:08d}-e{self.epoch:04d}-{uuid.uuid4().hex[:6]}"
         return Publication(self, relative_dir=name, step=step)
 
+    def prune(self) -> None:
+        """Delete what may go by now; called after each commit, which a failure here must not undo.
+
+        What went wrong is in `prune_error` and in the log; the next commit tries again.
+        """
+        if self.pruner.policy.keep is None:
+            return
+        try:
+            self.prune_report, self.prune_error = self.pruner.advance(), None
+        except (OSError, ExchangeError) as error:
+            self.prune_error = error
+            _LOG.warning("versions that retention has passed were not all deleted: %s", error)
+
     def close(self) -> None:
         """Stop beating and say that the next writer need not wait."""
         if not self._closed:
             self._closed = True
             self._beat.close()
-            durable.replace(self.exchange.path / WRITER_NAME, canonical_json(self._content(-1)))
+            self.exchange.store.replace(WRITER_NAME, canonical_json(self._content(-1)))
 
     def _content(self, beat: int) -> dict[str, Any]:
         return {
@@ -73,94 +106,79 @@ class ExchangeWriter:
             "run_id": self.run_id,
             "epoch": self.epoch,
             "owner": self.owner,
-            "process": _process_identity(),
+            "process": process_identity(),
             "ttl_s": self._ttl_s,
             "beat": beat,
             "closed": self._closed,
         }
 
 
-def owner_name() -> str:
-    """This process as people look for it: host and pid."""
-    return f"{socket.gethostname()} pid {os.getpid()}"
-
-
-def _process_identity() -> dict[str, Any]:
-    """What tells this process from every other one of this host, across reboots and reused pids."""
-    return {
-        "host": socket.gethostname(),
-        "boot_id": _boot_id(),
-        "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
-    }
-
-
-def _boot_id() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
-
-
-def _start_time(pid: int) -> str:
-    """Clock ticks after boot at which a process started, "" if there is none; proc(5), field 22."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    is_gone = fields[0] in ("Z", "X")
-    return "" if is_gone else fields[19]
-
-
-def _is_gone_from_this_host(process: dict[str, Any]) -> bool:
-    same_boot = process["host"] == socket.gethostname() and process["boot_id"] == _boot_id() != ""
-    return same_boot and _start_time(process["pid"]) != process["started"]
-
-
-def _read_writer(path: Path) -> dict[str, Any] | None:
-    data = durable.read_fresh(path)
+def _read_writer(store: Store) -> dict[str, Any] | None:
+    data = store.read(WRITER_NAME)
     if data is None:
         return None
-    value = read_json_object(data, path)
-    check_format(value, path)
+    where = store.where(WRITER_NAME)
+    value = read_json_object(data, where)
+    check_format(value, where)
     return value
 
 
-def _wait_until_writer_is_dead(path: Path) -> None:
+def _wait_until_writer_is_dead(store: Store) -> None:
     """Return when no writer can be alive; at most one ttl of watching, then WriterActiveError."""
-    first = _read_writer(path)
-    if first is None or first["closed"] or _is_gone_from_this_host(first["process"]):
+    first = _read_writer(store)
+    if first is None or first["closed"] or is_gone_from_this_host(first["process"]):
         return
     deadline = time.monotonic() + first["ttl_s"]
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        writer = _read_writer(path)
+        writer = _read_writer(store)
         if writer is None or writer["closed"]:
             return
         if (writer["epoch"], writer["beat"]) != (first["epoch"], first["beat"]):
             raise WriterActiveError(
-                f"{path.parent} has a live writer: {writer['owner']}, run {writer['run_id']}, epoch "
+                f"{store.where('')} has a live writer: {writer['owner']}, run {writer['run_id']}, epoch "
                 f"{writer['epoch']} (its beat moves). Stop it first, or give this job another exchange."
             )
 
 
-def _sweep(exchange: Exchange, epoch: int) -> list[str]:
-    """Remove what dead writers left: directories that no entry names, of epochs before ours."""
-    exchange.log.absorb()
-    named = {entry.dir for entry in exchange.log.versions}
+def sweep_unfinished(exchange: Exchange, *, dry_run: bool = False) -> list[str]:
+    """Remove what dead writers left: directories that no entry names, of epochs before the reigning one.
+
+    Safe beside a live writer: those of older epochs can never commit. Returns the directories' names.
+    """
+    log = exchange.log
+    log.absorb()
+    named = {entry.dir for entry in log.versions}
     removed = []
-    for path in sorted((exchange.path / VERSIONS_NAME).iterdir()):
-        match = _DIRECTORY.match(path.name)
-        if match and int(match.group(1)) < epoch and f"{VERSIONS_NAME}/{path.name}" not in named:
-            durable.remove_tree(path)
-            removed.append(path.name)
-    durable.sweep_temporaries(exchange.path)
-    durable.sweep_temporaries(exchange.path / LOG_NAME)
+    for name in exchange.store.list(VERSIONS_NAME):
+        match = _DIRECTORY.match(name)
+        if match and int(match.group(1)) < log.highest_epoch and f"{VERSIONS_NAME}/{name}" not in named:
+            removed.append(name)
+            if not dry_run:
+                directory = f"{VERSIONS_NAME}/{name}"
+                exchange.store.remove_tree(directory, first=MANIFEST_NAME, after_first=_mid_sweep)
+    if not dry_run:
+        for directory in ("", LOG_NAME, READERS_NAME):
+            exchange.store.sweep(directory)
     return removed
 
 
-def _mend_latest(exchange: Exchange) -> None:
-    """A writer that died between its commit and the pointer leaves the pointer one behind."""
+def _mid_sweep() -> None:
+    reach("mid-sweep")
+
+
+def mend_latest(exchange: Exchange) -> bool:
+    """Point `latest.json` at the newest version: a writer that dies right after its commit leaves it behind.
+
+    True if there was something to mend.
+    """
+    exchange.log.absorb()
     versions = exchange.log.versions
     newest = versions[-1].number if versions else 0
-    if exchange.newest_number() != newest:
-        durable.replace(exchange.path / LATEST_NAME, canonical_json({"format": FORMAT, "number": newest}))
+    try:
+        is_right = exchange.newest_number() == newest
+    except ExchangeError:
+        is_right = False
+    if not is_right:
+        exchange.store.replace(LATEST_NAME, canonical_json({"format": FORMAT, "number": newest}))
+    return not is_right

@@ -208,19 +208,15 @@ def test_a_lease_stands_while_a_version_is_open_and_is_gone_after(exchange):
     assert list((exchange.path / "readers").iterdir()) == []
 
 
-def test_a_version_below_the_watermark_is_given_back(exchange):
+def test_a_gap_in_the_log_stops_the_next_writer(exchange):
     with writing(exchange) as writer:
-        numbers = [publish(writer, step).number for step in (1, 2, 3)]
-    retention = {"format": 1, "watermark": numbers[2], "kept": [numbers[0]]}
-    (exchange.path / "retention.json").write_text(json.dumps(retention))
-    with exchange.open_version(numbers[0], reader="r"):
-        pass
+        publish(writer, 1), publish(writer, 2)
+    (exchange.path / "log" / "000000000002.json").unlink()
     with (
-        pytest.raises(VersionNotFoundError, match="watermark"),
-        exchange.open_version(numbers[1], reader="r"),
+        pytest.raises(IntegrityError, match=r"000000000002\.json: is missing, yet 000000000003\.json"),
+        writing(Exchange.open(exchange.path, base=exchange.base_dir)),
     ):
         pass
-    assert list((exchange.path / "readers").iterdir()) == []
 
 
 def test_files_follow_the_umask(exchange):

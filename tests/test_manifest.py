@@ -85,6 +85,8 @@ def test_golden_bytes_of_a_log_entry(tmp_path):
         dir="versions/step00000100-e0003-1f2a9c",
         step=100,
         manifest_sha256="ff",
+        watermark=40,
+        kept=(7,),
     )
     assert entry.to_bytes() == golden("000000000042.json")
     assert LogEntry.from_bytes(golden("000000000042.json"), tmp_path / "000000000042.json") == entry
