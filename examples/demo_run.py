@@ -103,7 +103,7 @@ def _gemma(args: argparse.Namespace, directory: Path) -> Subject:
         base=make_gemma(directory / "base-gemma3-270m", _say, terms_accepted=args.accept_gemma_terms),
         task=Facts(),
         num_steps=12 if args.steps is None else args.steps,
-        publish_every=6 if args.publish_every is None else args.publish_every,
+        publish_every=4 if args.publish_every is None else args.publish_every,
         learning_rate=1e-3,
         lora_rank=8,
         batch_size=2,
