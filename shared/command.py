@@ -35,6 +35,9 @@ COMMANDS = {
     "pin": SubCommand(help="keep a version for good", module="..shared.operate", suffix="pin"),
     "unpin": SubCommand(help="leave a version to retention", module="..shared.operate", suffix="unpin"),
     "gc": SubCommand(help="delete what retention does not keep", module="..shared.operate", suffix="gc"),
+    "materialize": SubCommand(
+        help="copy a version into a directory", module="..shared.operate", suffix="materialize"
+    ),
     "serve": SubCommand(
         help="serve the newest version with vLLM", module="..rollout_server.serve", passes_flags_on=True
     ),

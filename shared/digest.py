@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -19,10 +19,15 @@ def xxh3_128(data: bytes | bytearray | memoryview) -> str:
 
 def file_xxh3_128(path: Path) -> str:
     """The xxh3-128 digest of a whole file, read in blocks."""
-    state = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(READ_BLOCK_BYTES):
-            state.update(block)
+        return stream_xxh3_128(file)
+
+
+def stream_xxh3_128(file: BinaryIO) -> str:
+    """The xxh3-128 digest of what is left of an open file, read in blocks."""
+    state = xxhash.xxh3_128()
+    while block := file.read(READ_BLOCK_BYTES):
+        state.update(block)
     return state.hexdigest()
 
 

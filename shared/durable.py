@@ -147,6 +147,14 @@ def _replace_once(path: Path, data: bytes, *, sync: bool) -> None:
         sync_directory(path.parent)
 
 
+def appear(unfinished: Path, final: Path) -> None:
+    """Give a finished directory its name, durably; OSError if something has that name."""
+    for directory, _, _ in os.walk(unfinished):
+        sync_directory(Path(directory))
+    os.rename(unfinished, final)
+    sync_directory(final.parent)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Give an immutable file a second name; where the file system has no links, copy it durably."""
     try:
@@ -154,9 +162,11 @@ def link_or_copy(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        with source.open("rb") as reader, NewFile(target) as file:
+        beside = target.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        with source.open("rb") as reader, NewFile(beside) as file:
             while block := reader.read(WRITE_BLOCK_BYTES):
                 file.write(block)
+        os.rename(beside, target)
 
 
 def read_fresh(path: Path) -> bytes | None:

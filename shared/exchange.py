@@ -28,7 +28,7 @@ from .errors import (
 )
 from .lease import READERS_NAME, Lease
 from .manifest import FORMAT, MANIFEST_NAME, Manifest, check_format, manifest_id, read_json_object
-from .store import LocalStore, Store
+from .store import Store, open_store
 
 IDENTITY_NAME = "exchange.json"
 LATEST_NAME = "latest.json"
@@ -112,14 +112,14 @@ class Exchange:
         model_name: str | None = None,
         revision: str | None = None,
     ) -> Exchange:
-        """Open the exchange at a local path; with `base`, create it if absent.
+        """Open the exchange at a path or an fsspec URL (`s3://...`); with `base`, create it if absent.
 
         `base` is the base checkpoint's directory; its identity (one read of all its bytes) must be the
         exchange's. `model_name` and `revision` are recorded as the user names them.
 
         Raises ExchangeNotFoundError, BaseCheckpointError, BaseMismatchError or FormatError.
         """
-        store = LocalStore(_local_path(url))
+        store = open_store(url)
         if base is None:
             return cls(store, _read_identity(store))
         checkpoint = Checkpoint.open(base)
@@ -209,15 +209,6 @@ def _ranges(numbers: list[int]) -> list[str]:
         else:
             runs.append([number])
     return [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
-
-
-def _local_path(url: str | Path) -> Path:
-    text = str(url)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    elif "://" in text:
-        raise UnsupportedError(f"{text}: only local paths are supported as an exchange; give a directory")
-    return Path(text).absolute()
 
 
 def _read_identity(store: Store) -> _Identity:

@@ -1,7 +1,8 @@
 """`weightferry ls | show | verify`: look at an exchange from a terminal or a script.
 
 Each prints a table for people, or one JSON value with --json. Exit 0 when whole, 1 when something is
-wrong, 2 for bad usage. Nothing is changed and no lease is taken: these read what is there.
+wrong, 2 for bad usage. No lease is taken: these read what is there. Nothing is changed, but by --repair,
+which points `latest.json` at the newest version and removes what dead writers and pruners left.
 """
 
 from __future__ import annotations
@@ -12,26 +13,30 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import ExchangeError
+from .errors import ConfigError, ExchangeError
 from .exchange import Exchange, Version
 from .manifest import Manifest
+from .repair import repair
 from .verify import Finding, verify_exchange, verify_version
 
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("exchange", help="the exchange directory")
+    parser.add_argument("exchange", help="the exchange: a directory or a URL")
     _add_json(parser)
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("exchange", help="the exchange directory")
+    parser.add_argument("exchange", help="the exchange: a directory or a URL")
     parser.add_argument("number", nargs="?", type=int, help="the version (default: the newest)")
     _add_json(parser)
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("exchange", help="the exchange directory")
+    parser.add_argument("exchange", help="the exchange: a directory or a URL")
     parser.add_argument("number", nargs="?", type=int, help="one version (default: the whole exchange)")
+    parser.add_argument(
+        "--repair", action="store_true", help="mend the pointer and sweep garbage first; needs no number"
+    )
     _add_json(parser)
 
 
@@ -41,7 +46,7 @@ def run_ls(args: argparse.Namespace) -> int:
     if args.json:
         _print_json(rows)
     elif not rows:
-        print(f"{exchange.path} has no version yet; its base is {exchange.base}")
+        print(f"{exchange.store.where('')} has no version yet; its base is {exchange.base}")
     else:
         columns = ("number", "step", "run_id", "published", "changed", "total", "created")
         _print_table(columns, ([_cell(row[column]) for column in columns] for row in rows))
@@ -52,11 +57,11 @@ def run_show(args: argparse.Namespace) -> int:
     exchange = Exchange.open(args.exchange)
     version = exchange.latest() if args.number is None else exchange.version(args.number)
     if version is None:
-        print(f"{exchange.path} has no version yet; its base is {exchange.base}")
+        print(f"{exchange.store.where('')} has no version yet; its base is {exchange.base}")
         return 0
     if args.json:
         value = json.loads(version.manifest.to_bytes())
-        _print_json({"number": version.number, "path": str(version.path), "manifest": value})
+        _print_json({"number": version.number, "path": version.store.where(version.dir), "manifest": value})
     else:
         _show(version, version.manifest)
     return 0
@@ -64,16 +69,19 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     exchange = Exchange.open(args.exchange)
+    if args.repair and args.number is not None:
+        raise ConfigError("--repair mends an exchange, never a version; leave the number out")
+    repairs = repair(exchange) if args.repair else []
     if args.number is None:
-        findings, subject = verify_exchange(exchange), f"{exchange.path}"
-        count = f"{len(exchange.log.versions)} versions"
+        findings, subject = verify_exchange(exchange), exchange.store.where("")
+        count = f"{len(exchange.log.retained)} versions"
     else:
         version = exchange.version(args.number)
         findings, subject, count = verify_version(version), f"version {args.number}", "it"
     if args.json:
-        _print_json({"findings": [finding.to_json() for finding in findings]})
+        _print_json({"findings": [finding.to_json() for finding in findings], "repairs": repairs})
     else:
-        _print_findings(findings, subject, count)
+        _print_findings(findings, repairs, subject, count)
     return 1 if findings else 0
 
 
@@ -87,7 +95,7 @@ def _row(version: Version) -> dict[str, Any]:
         "step": version.step,
         "run_id": version.run_id,
         "created": version.entry.created,
-        "path": str(version.path),
+        "path": version.store.where(version.dir),
         "published": None,
         "changed": None,
         "total": None,
@@ -108,7 +116,7 @@ def _show(version: Version, manifest: Manifest) -> None:
     changed = [entry for entry in manifest.tensors if entry.changed]
     lines = {
         "version": f"{version.number} (step {version.step}, epoch {version.epoch}, run {version.run_id})",
-        "directory": str(version.path),
+        "directory": version.store.where(version.dir),
         "created": f"{manifest.created} by {manifest.writer.host} pid {manifest.writer.pid}, "
         f"world size {manifest.writer.world_size}",
         "base": str(manifest.base),
@@ -130,11 +138,13 @@ def _show(version: Version, manifest: Manifest) -> None:
     _print_table(columns, rows)
 
 
-def _print_findings(findings: Sequence[Finding], subject: str, count: str) -> None:
+def _print_findings(findings: Sequence[Finding], repairs: list[str], subject: str, count: str) -> None:
+    for line in repairs:
+        print(f"MENDED {line}")
     for finding in findings:
         print(f"WRONG {finding}")
     if findings:
-        print(f"{subject}: {len(findings)} things are wrong. Nothing was changed.")
+        print(f"{subject}: {len(findings)} things are wrong. No version was changed.")
     else:
         print(f"{subject} is whole: every byte of {count} was read and equals its digest")
 

@@ -1,4 +1,4 @@
-"""`weightferry pin | unpin | gc`: keep a version for good, and delete what retention does not keep.
+"""`weightferry pin | unpin | gc | materialize`: keep versions, delete what retention does not keep, copy one.
 
 `gc` may run beside a live writer and live readers. It waits, at most for its grace and the longest ttl of a
 dead lease, and says what it still could not delete. Exit 0 when done, 1 when something is wrong, 2 for bad
@@ -12,11 +12,14 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from .exchange import Exchange
 from .lease import LEASE_TTL_S
+from .materialize import materialize
 from .pins import pin, unpin
+from .process import owner_name
 from .retention import GRACE_S, Pruner, PruneReport, RetentionPolicy
 from .writer import sweep_unfinished
 
@@ -52,6 +55,20 @@ def add_gc_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_materialize_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("exchange", help="the exchange: a directory or a URL")
+    parser.add_argument("number", type=int, help="the version")
+    parser.add_argument("directory", type=Path, help="the directory to make; it must not exist yet")
+
+
+def run_materialize(args: argparse.Namespace) -> int:
+    exchange = Exchange.open(args.exchange)
+    with exchange.open_version(args.number, reader=owner_name()) as version:
+        directory = materialize(version, args.directory.absolute())
+    print(f"{directory} holds version {version.number}: {len(version.manifest.files)} files, each checked")
+    return 0
+
+
 def run_pin(args: argparse.Namespace) -> int:
     exchange = Exchange.open(args.exchange)
     exchange.version(args.number)
@@ -84,7 +101,7 @@ def run_gc(args: argparse.Namespace) -> int:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("exchange", help="the exchange directory or URL")
+    parser.add_argument("exchange", help="the exchange: a directory or a URL")
     parser.add_argument("--dry-run", action="store_true", help="change nothing, only say what would happen")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 

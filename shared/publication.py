@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,15 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from . import durable
 from .checkpoint import INDEX_NAME
 from .commit_log import now
-from .digest import canonical_json, file_xxh3_128, sha256_hex, xxh3_128
+from .digest import canonical_json, sha256_hex, stream_xxh3_128, xxh3_128
 from .errors import FormatError, IntegrityError
-from .exchange import BASE_NAME, LATEST_NAME, Version
+from .exchange import BASE_NAME, VERSIONS_NAME, Version
 from .kill_points import reach
 from .manifest import (
-    FORMAT,
     MANIFEST_NAME,
     AdapterEntry,
     FileEntry,
@@ -35,6 +34,7 @@ from .manifest import (
     check_path,
     manifest_id,
 )
+from .pointer import point_at_newest
 from .tensor_files import TensorSpec, plan_file
 
 if TYPE_CHECKING:
@@ -61,21 +61,25 @@ class Publication:
     """A version on its way. Write its files, then `commit`; `abandon` removes it."""
 
     def __init__(self, writer: ExchangeWriter, *, relative_dir: str, step: int) -> None:
-        self._writer, self._exchange = writer, writer.exchange
+        self._writer, self._exchange, self._store = writer, writer.exchange, writer.exchange.store
         self.relative_dir, self.step = relative_dir, step
-        self.dir = self._exchange.path / relative_dir
         self.files: list[FileEntry] = []
         self.tensors: list[TensorEntry] = []
         self._num_shards = 0
-        self.dir.mkdir()
+        self._store.make_directory(relative_dir)
         reach("after-begin")
+
+    @property
+    def dir(self) -> Path:
+        """The version's directory; UnsupportedError where there is none (a bucket)."""
+        return self._exchange.path / self.relative_dir
 
     def write_file(self, name: str, data: bytes) -> FileEntry:
         """Write a small file; `name` is below the version's directory, e.g. "adapter/adapter_config.json"."""
         path = self._new_path(name)
-        with durable.NewFile(path) as file:
+        with self._store.new_file(path) as file:
             file.write(data)
-        return self._record(name, file.size_bytes, file.xxh3_128)
+        return self._record(path, file.size_bytes, file.xxh3_128)
 
     def write_shard(
         self, name: str, tensors: Sequence[tuple[TensorSpec, Buffer]], *, changed: bool = True
@@ -102,15 +106,17 @@ class Publication:
         hard-link it. A stored one is read through and compared with the base's digests once per writer.
         """
         ordered = sorted(specs, key=lambda spec: spec.name)
-        stored = self._base_object(name, ordered)
-        if (known := self._writer.base_shards.get(stored.name)) is None:
-            self._store_base_shard(name, stored, ordered, read)
-            known = self._writer.base_shards[stored.name]
+        stored, path = self._base_object(name, ordered), self._new_path(name)
+        if (known := self._writer.base_shards.get(stored)) is None:
+            known = self._store_base_shard(path, stored, ordered, read)
+            self._writer.base_shards[stored] = known
         else:
-            durable.link_or_copy(stored, self._new_path(name))
+            self._store.share(stored, path)
+        if not self._store.has_links:
+            path = stored
         size_bytes, digest, tensor_digests = known
-        self._enter_tensors(name, ordered, tensor_digests, changed=False)
-        return self._record(name, size_bytes, digest)
+        self._enter_tensors(path, ordered, tensor_digests, changed=False)
+        return self._record(path, size_bytes, digest)
 
     def write_index(self) -> FileEntry:
         """Write `model.safetensors.index.json` over the shards entered so far."""
@@ -126,9 +132,9 @@ class Publication:
         """
         reach("before-manifest")
         data = self._manifest(fields).to_bytes()
-        with durable.NewFile(self.dir / MANIFEST_NAME) as file:
+        with self._store.new_file(f"{self.relative_dir}/{MANIFEST_NAME}") as file:
             file.write(data)
-        self._sync_directories()
+        self._seal()
         reach("after-manifest")
         reach("before-commit")
         entry = self._exchange.log.append(
@@ -142,8 +148,7 @@ class Publication:
             decide=self._retention,
         )
         reach("after-commit")
-        pointer = canonical_json({"format": FORMAT, "number": entry.number})
-        self._exchange.store.replace(LATEST_NAME, pointer)
+        point_at_newest(self._exchange)
         reach("after-latest")
         self._writer.prune()
         return Version(self._exchange.store, entry)
@@ -155,7 +160,7 @@ class Publication:
 
     def abandon(self) -> None:
         """Remove what was written; harmless after a failure at any point before the commit."""
-        durable.remove_tree(self.dir)
+        self._store.remove_tree(self.relative_dir, first=MANIFEST_NAME, after_first=lambda: None)
 
     def _write_tensors(
         self, name: str, tensors: Sequence[tuple[TensorSpec, Buffer]], *, track: bool, changed: bool
@@ -164,7 +169,7 @@ class Publication:
         plan = plan_file(spec for spec, _ in tensors)
         path = self._new_path(name)
         digests: dict[str, str] = {}
-        with durable.NewFile(path) as file:
+        with self._store.new_file(path) as file:
             file.write(plan.header)
             for slot in plan.slots:
                 data = (
@@ -174,90 +179,101 @@ class Publication:
                 )
                 if len(data) != slot.end - slot.begin:
                     raise IntegrityError(
-                        path, f"{slot.spec}", expected=slot.end - slot.begin, found=len(data)
+                        self._store.where(path),
+                        f"the buffer for {slot.spec} has a wrong size in bytes",
+                        expected=slot.end - slot.begin,
+                        found=len(data),
                     )
                 digests[slot.spec.name] = xxh3_128(data)
                 file.write(data)
         if track:
-            self._enter_tensors(name, [slot.spec for slot in plan.slots], digests, changed=changed)
-        return self._record(name, file.size_bytes, file.xxh3_128)
+            self._enter_tensors(path, [slot.spec for slot in plan.slots], digests, changed=changed)
+        return self._record(path, file.size_bytes, file.xxh3_128)
 
-    def _base_object(self, name: str, specs: list[TensorSpec]) -> Path:
+    def _base_object(self, name: str, specs: list[TensorSpec]) -> str:
         """Where `base/` keeps these tensors; the name follows from the base and the tensor names alone."""
         identity = [self._exchange.base.tensors_digest, [str(spec) for spec in specs]]
         key = sha256_hex(canonical_json(identity))[:12]
-        return self._exchange.path / BASE_NAME / f"{name.split('.')[0]}.{key}.safetensors"
+        return f"{BASE_NAME}/{name.split('.')[0]}.{key}.safetensors"
 
     def _store_base_shard(
-        self, name: str, stored: Path, specs: list[TensorSpec], read: Callable[[str], Buffer]
-    ) -> None:
-        """Have the stored shard and its digests at hand, writing it if it is not there yet.
+        self, path: str, stored: str, specs: list[TensorSpec], read: Callable[[str], Buffer]
+    ) -> tuple[int, str, dict[str, str]]:
+        """Have the stored shard, writing it if it is not there yet; returns its size and digests.
 
-        It is written inside the version first and linked into `base/` whole, so that a writer killed
-        half-way leaves nothing under the stored name.
+        With links it is written inside the version first and linked into `base/` whole, so that a writer
+        killed half-way leaves nothing under the stored name; an object appears whole anyway.
         """
         tensors = {spec.name: read(spec.name) for spec in specs}
         digests = {tensor: xxh3_128(data) for tensor, data in tensors.items()}
         self._check_base_digests(digests)
-        if stored.exists():
-            size_bytes, digest = _planned_digest(specs, tensors)
-            if (found := file_xxh3_128(stored)) != digest:
-                raise IntegrityError(
-                    stored, "is damaged; remove it and publish again", expected=digest, found=found
-                )
-            durable.link_or_copy(stored, self._new_path(name))
-        else:
-            written = self._write_tensors(
-                name, [(s, tensors[s.name]) for s in specs], track=False, changed=False
+        size_bytes, digest = _planned_digest(specs, tensors)
+        if self._store.size(stored) is not None:
+            self._check_stored(stored, digest)
+            self._store.share(stored, path)
+            return size_bytes, digest, digests
+        target = path if self._store.has_links else stored
+        with self._store.new_file(target) as file:
+            plan = plan_file(specs)
+            file.write(plan.header)
+            for slot in plan.slots:
+                file.write(tensors[slot.spec.name])
+        if target != stored:
+            with suppress(FileExistsError):  # a writer that was replaced meanwhile stored the same bytes
+                self._store.share(target, stored)
+            self._store.seal([BASE_NAME])
+        return size_bytes, digest, digests
+
+    def _check_stored(self, stored: str, digest: str) -> None:
+        with self._store.open(stored) as file:
+            found = stream_xxh3_128(file)
+        if found != digest:
+            where = self._store.where(stored)
+            raise IntegrityError(
+                where, "is damaged; remove it and publish again", expected=digest, found=found
             )
-            self.files.remove(written)
-            size_bytes, digest = written.size_bytes, written.xxh3_128
-            durable.link_or_copy(self.dir / name, stored)
-            durable.sync_directory(stored.parent)
-        self._writer.base_shards[stored.name] = (size_bytes, digest, digests)
 
     def _check_base_digests(self, digests: dict[str, str]) -> None:
         """The bytes given as the base's must be the base's."""
         known = self._exchange.base_digests or {}
         for tensor, found in digests.items():
             if tensor in known and known[tensor] != found:
-                where = self._exchange.base_dir or self._exchange.path
+                where = self._exchange.base_dir or self._store.where("")
                 raise IntegrityError(where, f"{tensor} has changed", expected=known[tensor], found=found)
 
     def _enter_tensors(
-        self, name: str, specs: list[TensorSpec], digests: dict[str, str], *, changed: bool
+        self, path: str, specs: list[TensorSpec], digests: dict[str, str], *, changed: bool
     ) -> None:
         known = {entry.name for entry in self.tensors}
         for spec in specs:
             if spec.name in known:
-                raise FormatError(f"{self.dir / name}: {spec.name} was already written by this version")
+                raise FormatError(
+                    f"{self._store.where(path)}: {spec.name} was already written by this version"
+                )
             self.tensors.append(
                 TensorEntry(
                     name=spec.name,
                     dtype=spec.dtype,
                     shape=spec.shape,
-                    file=f"{self.relative_dir}/{name}",
+                    file=path,
                     xxh3_128=digests[spec.name],
                     changed=changed,
                 )
             )
 
-    def _new_path(self, name: str) -> Path:
-        path = self.dir / check_path(name)
-        path.parent.mkdir(exist_ok=True)
+    def _new_path(self, name: str) -> str:
+        path = f"{self.relative_dir}/{check_path(name)}"
+        self._store.make_directory(path.rpartition("/")[0])
         return path
 
-    def _record(self, name: str, size_bytes: int, digest: str) -> FileEntry:
-        entry = FileEntry(path=f"{self.relative_dir}/{name}", size_bytes=size_bytes, xxh3_128=digest)
+    def _record(self, path: str, size_bytes: int, digest: str) -> FileEntry:
+        entry = FileEntry(path=path, size_bytes=size_bytes, xxh3_128=digest)
         self.files.append(entry)
         return entry
 
-    def _sync_directories(self) -> None:
-        for path in sorted({self._exchange.path / entry.path for entry in self.files}):
-            if path.parent != self.dir:
-                durable.sync_directory(path.parent)
-        durable.sync_directory(self.dir)
-        durable.sync_directory(self.dir.parent)
+    def _seal(self) -> None:
+        directories = {entry.path.rpartition("/")[0] for entry in self.files} | {self.relative_dir}
+        self._store.seal([*sorted(directories, reverse=True), VERSIONS_NAME])
 
     def _manifest(self, fields: ManifestFields) -> Manifest:
         return Manifest(

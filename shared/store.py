@@ -49,6 +49,10 @@ class Store(Protocol):
         """The names directly below a directory as they are now, sorted; unfinished writes are hidden."""
         ...
 
+    def list_started(self, directory: str) -> list[str]:
+        """As `list`, and also what exists only as an unfinished upload."""
+        ...
+
     def create(self, path: str, data: bytes) -> None:
         """Make a file whole and durable, or raise FileExistsError; of racing callers exactly one wins.
 
@@ -64,8 +68,8 @@ class Store(Protocol):
         """Write a large file under a name that nobody used before; an exception leaves nothing there."""
         ...
 
-    def share(self, source: str, target: str) -> str:
-        """Give an immutable file a second name where that costs nothing; returns the name to use."""
+    def share(self, source: str, target: str) -> None:
+        """With `has_links`, give an immutable file a second name; else do nothing: readers use `source`."""
         ...
 
     def seal(self, directories: Iterable[str]) -> None:
@@ -116,6 +120,9 @@ class LocalStore:
     def list(self, directory: str) -> list[str]:
         return durable.list_fresh(self.path / directory)
 
+    def list_started(self, directory: str) -> list[str]:
+        return self.list(directory)
+
     def create(self, path: str, data: bytes) -> None:
         durable.create_exclusive(self.path / path, data)
 
@@ -125,9 +132,8 @@ class LocalStore:
     def new_file(self, path: str) -> durable.NewFile:
         return durable.NewFile(self.path / path)
 
-    def share(self, source: str, target: str) -> str:
+    def share(self, source: str, target: str) -> None:
         durable.link_or_copy(self.path / source, self.path / target)
-        return target
 
     def seal(self, directories: Iterable[str]) -> None:
         for directory in directories:
@@ -164,3 +170,13 @@ class LocalStore:
 
     def sweep(self, directory: str) -> int:
         return durable.sweep_temporaries(self.path / directory)
+
+
+def open_store(url: str | Path) -> Store:
+    """The store at a path, a `file://` URL, or any other fsspec URL such as `s3://bucket/prefix`."""
+    text = str(url).removeprefix("file://")
+    if "://" not in text:
+        return LocalStore(Path(text).absolute())
+    from .object_store import open_object_store
+
+    return open_object_store(text)

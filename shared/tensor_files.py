@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import IntegrityError
 
@@ -88,35 +89,41 @@ def read_header(path: Path) -> dict[str, TensorSlot]:
     """
     try:
         with path.open("rb") as file:
-            prefix = file.read(8)
-            size_bytes = path.stat().st_size
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - 8):
-                raise IntegrityError(path, "is not a whole safetensors file: its header is cut or malformed")
-            table = json.loads(file.read(length))
+            return read_open_header(file, path.stat().st_size, path)
     except FileNotFoundError:
         raise IntegrityError(path, "is missing") from None
-    except ValueError:
-        raise IntegrityError(path, "is not a safetensors file: its header is not JSON") from None
-    table.pop("__metadata__", None)
-    slots = {name: _slot(path, name, entry, 8 + length) for name, entry in table.items()}
+
+
+def read_open_header(file: BinaryIO, size_bytes: int, path: object) -> dict[str, TensorSlot]:
+    """As `read_header`, for a file open at its start; `path` names it in errors."""
+    prefix = file.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise IntegrityError(path, "is not a whole safetensors file: its header is cut or malformed")
+    try:
+        table = json.loads(file.read(length))
+        table.pop("__metadata__", None)
+        entries = list(table.items())
+    except (ValueError, AttributeError, TypeError):
+        raise IntegrityError(path, "is not a safetensors file: its header is not a JSON object") from None
+    slots = {name: _slot(path, name, entry, 8 + length) for name, entry in entries}
     _check_cover(path, list(slots.values()), 8 + length, size_bytes)
     return slots
 
 
-def _slot(path: Path, name: str, entry: dict, start: int) -> TensorSlot:
+def _slot(path: object, name: str, entry: dict, start: int) -> TensorSlot:
     try:
         begin, end = entry["data_offsets"]
         spec = TensorSpec(name=name, dtype=entry["dtype"], shape=tuple(entry["shape"]))
-        expected = spec.size_bytes
+        expected, found = spec.size_bytes, end - begin
     except (KeyError, TypeError, ValueError):
         raise IntegrityError(path, f"has a malformed header entry for {name}") from None
-    if end - begin != expected:
-        raise IntegrityError(path, f"{spec} has a wrong extent", expected=expected, found=end - begin)
+    if found != expected:
+        raise IntegrityError(path, f"{spec} has a wrong extent", expected=expected, found=found)
     return TensorSlot(spec=spec, begin=start + begin, end=start + end)
 
 
-def _check_cover(path: Path, slots: list[TensorSlot], start: int, size_bytes: int) -> None:
+def _check_cover(path: object, slots: list[TensorSlot], start: int, size_bytes: int) -> None:
     """The slots must follow each other without gap or overlap, up to the end of the file."""
     position = start
     for slot in sorted(slots, key=lambda slot: (slot.begin, slot.end)):

@@ -1,7 +1,7 @@
 """Everything that is wrong with a version, or with an exchange; not only the first thing.
 
 Reads all bytes that a version's manifest names and compares them with it; changes nothing. Called by
-`weightferry verify` and by tests.
+`weightferry verify` and by tests; `repair` does what can be done without touching a good version.
 """
 
 from __future__ import annotations
@@ -9,41 +9,47 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 from .checkpoint import INDEX_NAME
-from .commit_log import LOG_NAME
-from .digest import file_xxh3_128, xxh3_128
+from .commit_log import LOG_NAME, slot_name
+from .digest import stream_xxh3_128, xxh3_128
 from .errors import ExchangeError, IntegrityError
-from .exchange import Exchange, Version
+from .exchange import LATEST_NAME, Exchange, Version
 from .manifest import MANIFEST_NAME, Manifest, TensorEntry
-from .tensor_files import TensorSlot, TensorSpec, read_header
+from .tensor_files import TensorSlot, TensorSpec, read_open_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is not as it must be."""
+    """One thing that is not as it must be, and what to do about it."""
 
     path: str
     problem: str
     expected: str | None = None
     found: str | None = None
+    action: str = "do not serve this version; publish a new one"
 
     def to_json(self) -> dict[str, str | None]:
         return asdict(self)
 
     def __str__(self) -> str:
         detail = "" if self.expected is None else f": {self.expected} expected, {self.found} found"
-        return f"{self.path}: {self.problem}{detail}"
+        return f"{self.path}: {self.problem}{detail}; {self.action}"
+
+
+_REPAIR = "`weightferry verify --repair` mends it"
+_RESTORE = "nothing can be committed any more: restore the file, or start a new exchange"
 
 
 def verify_exchange(exchange: Exchange) -> list[Finding]:
-    """Check the log, the pointer and every version."""
+    """Check the log, the pointer and every retained version."""
     try:
         versions = exchange.versions()
     except ExchangeError as error:
-        return [Finding(path=str(exchange.path / LOG_NAME), problem=str(error))]
-    findings = list(_check_log(exchange))
+        log = exchange.store.where(LOG_NAME)
+        return [Finding(path=log, problem=str(error), action=_RESTORE)]
+    findings = [*_check_log(exchange), *_check_pointer(exchange)]
     for version in versions:
         findings += verify_version(version)
     return findings
@@ -56,8 +62,10 @@ def verify_version(version: Version) -> list[Finding]:
     except IntegrityError as error:
         return [_finding(error)]
     except ExchangeError as error:
-        return [Finding(path=str(version.path / MANIFEST_NAME), problem=str(error))]
-    findings = list(_check_files(version, manifest))
+        where = version.store.where(f"{version.dir}/{MANIFEST_NAME}")
+        return [Finding(path=where, problem=str(error))]
+    findings = list(_check_origin(version, manifest))
+    findings += _check_files(version, manifest)
     findings += _check_tensors(version, manifest)
     findings += _check_index(version, manifest)
     return findings + list(_check_surplus(version, manifest))
@@ -71,103 +79,141 @@ def _finding(error: IntegrityError) -> Finding:
 
 
 def _check_log(exchange: Exchange) -> Iterator[Finding]:
-    log = exchange.path / LOG_NAME
-    named = sorted(path.name for path in log.glob("*.json"))
+    log = exchange.store.where(LOG_NAME)
+    named = [name for name in exchange.store.list(LOG_NAME) if name.endswith(".json")]
     if len(named) != len(exchange.log.entries):
         known = f"entries 1 to {len(exchange.log.entries)}"
-        yield Finding(path=str(log), problem="has a gap", expected=known, found=f"{len(named)} files")
+        found = f"{len(named)} files"
+        yield Finding(path=log, problem="has a gap", expected=known, found=found, action=_RESTORE)
     epoch = 0
     for entry in exchange.log.entries:
-        lawful = entry.epoch == epoch + (entry.kind == "epoch")
-        if not lawful:
-            where = str(log / f"{entry.number:012d}.json")
+        expected = epoch + (entry.kind == "epoch")
+        if entry.epoch != expected:
             yield Finding(
-                path=where, problem="has a stale epoch", expected=str(epoch), found=str(entry.epoch)
+                path=exchange.store.where(f"{LOG_NAME}/{slot_name(entry.number)}"),
+                problem="has a stale epoch",
+                expected=str(expected),
+                found=str(entry.epoch),
+                action="another program wrote it; do not trust versions from here on",
             )
         epoch = max(epoch, entry.epoch)
+
+
+def _check_pointer(exchange: Exchange) -> Iterator[Finding]:
     newest = exchange.log.versions[-1].number if exchange.log.versions else 0
-    if (pointer := exchange.newest_number()) != newest:
-        where = str(exchange.path / "latest.json")
-        problem = "lags behind the log; the next writer mends it"
-        yield Finding(path=where, problem=problem, expected=str(newest), found=str(pointer))
+    where = exchange.store.where(LATEST_NAME)
+    try:
+        pointer = exchange.newest_number()
+    except ExchangeError as error:
+        yield Finding(path=where, problem=str(error), action=_REPAIR)
+        return
+    if pointer != newest:
+        problem = "does not name the newest version of the log"
+        action = f"the next writer or {_REPAIR}"
+        yield Finding(path=where, problem=problem, expected=str(newest), found=str(pointer), action=action)
+
+
+def _check_origin(version: Version, manifest: Manifest) -> Iterator[Finding]:
+    where = version.store.where(f"{version.dir}/{MANIFEST_NAME}")
+    for field in ("run_id", "epoch", "step"):
+        expected, found = getattr(version.entry, field), getattr(manifest, field)
+        if expected != found:
+            problem = f"has another {field} than its log entry"
+            yield Finding(path=where, problem=problem, expected=str(expected), found=str(found))
 
 
 def _check_files(version: Version, manifest: Manifest) -> Iterator[Finding]:
-    root = version.exchange_path
+    store = version.store
     for entry in manifest.files:
-        path = root / entry.path
-        if not path.resolve().is_relative_to(root.resolve()):
-            yield Finding(path=str(path), problem="leads out of the exchange")
-        elif not path.is_file():
-            yield Finding(path=str(path), problem="is missing")
-        elif (size := path.stat().st_size) != entry.size_bytes:
-            yield Finding(
-                path=str(path),
-                problem="has a wrong size in bytes",
-                expected=str(entry.size_bytes),
-                found=str(size),
-            )
-        elif (digest := file_xxh3_128(path)) != entry.xxh3_128:
-            yield Finding(path=str(path), problem="has other bytes", expected=entry.xxh3_128, found=digest)
+        where = store.where(entry.path)
+        if leads_out(version, entry.path):
+            yield Finding(path=where, problem="leads out of the exchange")
+            continue
+        try:
+            with store.open(entry.path) as file:
+                digest = stream_xxh3_128(file)
+                size_bytes = file.tell()
+        except FileNotFoundError:
+            yield Finding(path=where, problem="is missing")
+            continue
+        except OSError as error:
+            yield Finding(path=where, problem=f"cannot be read ({error})")
+            continue
+        if size_bytes != entry.size_bytes:
+            expected, found = str(entry.size_bytes), str(size_bytes)
+            yield Finding(path=where, problem="has a wrong size in bytes", expected=expected, found=found)
+        elif digest != entry.xxh3_128:
+            yield Finding(path=where, problem="has other bytes", expected=entry.xxh3_128, found=digest)
+
+
+def leads_out(version: Version, path: str) -> bool:
+    """Whether a file of the exchange is really elsewhere, by a symbolic link."""
+    root = version.store.path
+    return root is not None and not (root / path).resolve().is_relative_to(root.resolve())
 
 
 def _check_tensors(version: Version, manifest: Manifest) -> Iterator[Finding]:
     by_file: dict[str, list[TensorEntry]] = {}
     for entry in manifest.tensors:
         by_file.setdefault(entry.file, []).append(entry)
-    for file, entries in sorted(by_file.items()):
-        path = version.exchange_path / file
-        if not path.is_file():
+    for path, entries in sorted(by_file.items()):
+        size_bytes = version.store.size(path)
+        if size_bytes is None or leads_out(version, path):
             continue  # already a finding of _check_files
+        where = version.store.where(path)
         try:
-            slots = read_header(path)
+            with version.store.open(path) as file:
+                yield from _compare_tensors(file, where, size_bytes, entries)
         except IntegrityError as error:
             yield _finding(error)
-            continue
-        yield from _compare_tensors(path, slots, entries)
+        except OSError as error:
+            yield Finding(path=where, problem=f"cannot be read ({error})")
 
 
 def _compare_tensors(
-    path: Path, slots: dict[str, TensorSlot], entries: list[TensorEntry]
+    file: BinaryIO, where: str, size_bytes: int, entries: list[TensorEntry]
 ) -> Iterator[Finding]:
+    slots = read_open_header(file, size_bytes, where)
     named = {entry.name for entry in entries}
     for name in sorted(slots.keys() - named):
-        yield Finding(path=str(path), problem=f"holds {name}, which the manifest does not place there")
-    with path.open("rb") as file:
-        for entry in entries:
-            spec = TensorSpec(name=entry.name, dtype=entry.dtype, shape=entry.shape)
-            slot = slots.get(entry.name)
-            if slot is None:
-                yield Finding(path=str(path), problem=f"lacks {entry.name}")
-            elif slot.spec != spec:
-                yield Finding(
-                    path=str(path),
-                    problem=f"{entry.name} is not what the manifest says",
-                    expected=str(spec),
-                    found=str(slot.spec),
-                )
-            else:
-                file.seek(slot.begin)
-                digest = xxh3_128(file.read(slot.end - slot.begin))
-                if digest != entry.xxh3_128:
-                    problem = f"{entry.name} has other bytes"
-                    yield Finding(path=str(path), problem=problem, expected=entry.xxh3_128, found=digest)
+        yield Finding(path=where, problem=f"holds {name}, which the manifest does not place there")
+    for entry in entries:
+        yield from _compare_tensor(file, where, slots.get(entry.name), entry)
+
+
+def _compare_tensor(
+    file: BinaryIO, where: str, slot: TensorSlot | None, entry: TensorEntry
+) -> Iterator[Finding]:
+    spec = TensorSpec(name=entry.name, dtype=entry.dtype, shape=entry.shape)
+    if slot is None:
+        yield Finding(path=where, problem=f"lacks {entry.name}")
+    elif slot.spec != spec:
+        problem = f"{entry.name} is not what the manifest says"
+        yield Finding(path=where, problem=problem, expected=str(spec), found=str(slot.spec))
+    else:
+        file.seek(slot.begin)
+        digest = xxh3_128(file.read(slot.end - slot.begin))
+        if digest != entry.xxh3_128:
+            problem = f"{entry.name} has other bytes"
+            yield Finding(path=where, problem=problem, expected=entry.xxh3_128, found=digest)
 
 
 def _check_index(version: Version, manifest: Manifest) -> Iterator[Finding]:
-    path = version.path / INDEX_NAME
-    if not manifest.tensors or not path.is_file():
+    path = f"{version.dir}/{INDEX_NAME}"
+    data = version.store.read(path) if manifest.tensors else None
+    if data is None:
         return
+    where = version.store.where(path)
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = dict(json.loads(data)["weight_map"])
     except (ValueError, KeyError, TypeError):
-        yield Finding(path=str(path), problem="is not a safetensors index")
+        yield Finding(path=where, problem="is not a safetensors index")
         return
-    expected = {entry.name: Path(entry.file).name for entry in manifest.tensors}
+    expected = {entry.name: entry.file.rpartition("/")[2] for entry in manifest.tensors}
     for name in sorted(expected.keys() | weight_map.keys()):
         if weight_map.get(name) != expected.get(name):
             yield Finding(
-                path=str(path),
+                path=where,
                 problem=f"misplaces {name}",
                 expected=str(expected.get(name, "no entry")),
                 found=str(weight_map.get(name, "no entry")),
@@ -175,7 +221,9 @@ def _check_index(version: Version, manifest: Manifest) -> Iterator[Finding]:
 
 
 def _check_surplus(version: Version, manifest: Manifest) -> Iterator[Finding]:
-    named = {version.exchange_path / entry.path for entry in manifest.files} | {version.path / MANIFEST_NAME}
-    for path in sorted(version.path.rglob("*")):
-        if path.is_file() and path not in named:
-            yield Finding(path=str(path), problem="is not named by the manifest")
+    named = {entry.path for entry in manifest.files} | {f"{version.dir}/{MANIFEST_NAME}"}
+    for path in version.store.files_below(version.dir):
+        if path not in named:
+            where = version.store.where(path)
+            action = "somebody put it there: remove it, or publish a new version"
+            yield Finding(path=where, problem="is not named by the manifest", action=action)

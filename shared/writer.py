@@ -16,10 +16,11 @@ from .beat import Beat
 from .commit_log import LOG_NAME
 from .digest import canonical_json
 from .errors import ExchangeError, WriterActiveError
-from .exchange import LATEST_NAME, VERSIONS_NAME, Exchange
+from .exchange import VERSIONS_NAME, Exchange
 from .kill_points import reach
 from .lease import READERS_NAME
 from .manifest import FORMAT, MANIFEST_NAME, check_format, read_json_object
+from .pointer import mend_pointer
 from .process import is_gone_from_this_host, owner_name, process_identity
 from .publication import Publication
 from .retention import GRACE_S, Pruner, PruneReport, RetentionPolicy
@@ -48,7 +49,7 @@ class ExchangeWriter:
         self.prune_error: Exception | None = None
         self._ttl_s, self._closed = ttl_s, False
         self.sweep_report = sweep_unfinished(exchange)
-        mend_latest(exchange)
+        mend_pointer(exchange)
         self._beat = Beat(exchange.store, WRITER_NAME, self._content, ttl_s)
         self.base_shards: dict[str, Any] = {}
 
@@ -150,7 +151,7 @@ def sweep_unfinished(exchange: Exchange, *, dry_run: bool = False) -> list[str]:
     log.absorb()
     named = {entry.dir for entry in log.versions}
     removed = []
-    for name in exchange.store.list(VERSIONS_NAME):
+    for name in exchange.store.list_started(VERSIONS_NAME):
         match = _DIRECTORY.match(name)
         if match and int(match.group(1)) < log.highest_epoch and f"{VERSIONS_NAME}/{name}" not in named:
             removed.append(name)
@@ -165,20 +166,3 @@ def sweep_unfinished(exchange: Exchange, *, dry_run: bool = False) -> list[str]:
 
 def _mid_sweep() -> None:
     reach("mid-sweep")
-
-
-def mend_latest(exchange: Exchange) -> bool:
-    """Point `latest.json` at the newest version: a writer that dies right after its commit leaves it behind.
-
-    True if there was something to mend.
-    """
-    exchange.log.absorb()
-    versions = exchange.log.versions
-    newest = versions[-1].number if versions else 0
-    try:
-        is_right = exchange.newest_number() == newest
-    except ExchangeError:
-        is_right = False
-    if not is_right:
-        exchange.store.replace(LATEST_NAME, canonical_json({"format": FORMAT, "number": newest}))
-    return not is_right

@@ -188,8 +188,8 @@ def test_no_exchange_and_no_version_are_said_plainly(exchange, tmp_path):
         Exchange.open(tmp_path / "nowhere")
     with pytest.raises(VersionNotFoundError, match="none yet"):
         exchange.version(4)
-    with pytest.raises(UnsupportedError, match="only local paths"):
-        Exchange.open("s3://bucket/prefix")
+    with pytest.raises(UnsupportedError, match="give a directory or s3://"):
+        Exchange.open("nosuch://bucket/prefix")
 
 
 def test_an_unknown_format_is_refused_naming_both_numbers(exchange):

@@ -1,0 +1,69 @@
+"""A version copied into a directory of its own: complete, and checked on the way in.
+
+Invariant: the directory appears whole, with every file equal to its digest, or not at all. From a bucket this
+is how a version becomes a Hugging Face checkpoint directory; from a slow share it is a local cache. The
+caller holds a lease meanwhile. Called by `weightferry materialize` and by whoever stages a version.
+Follows docs/format.md [1] and [2].
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import durable
+from .errors import ConfigError, IntegrityError
+from .exchange import Version
+from .manifest import MANIFEST_NAME, FileEntry
+
+FILES_AT_ONCE = 4
+COPY_BLOCK_BYTES = 16 << 20
+
+
+def materialize(version: Version, directory: Path) -> Path:
+    """Copy a version's files into `directory`, which must not exist; returns it.
+
+    Shards that the version shares with the base come along under their names in the index. Raises
+    IntegrityError, and leaves nothing, when a file is missing or not what the manifest says.
+    """
+    if directory.exists():
+        raise ConfigError(f"{directory} is there already; give a directory that does not exist yet")
+    manifest = version.manifest
+    unfinished = directory.parent / f"{durable.TEMPORARY_PREFIX}{directory.name}-{version.number}"
+    durable.remove_tree(unfinished)
+    try:
+        for entry in manifest.files:
+            durable.make_directory((unfinished / local_name(version, entry.path)).parent)
+        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="materialize") as pool:
+            for copied in [pool.submit(_copy, version, entry, unfinished) for entry in manifest.files]:
+                copied.result()
+        with durable.NewFile(unfinished / MANIFEST_NAME) as file:
+            file.write(manifest.to_bytes())
+        durable.appear(unfinished, directory)
+    except BaseException:
+        durable.remove_tree(unfinished)
+        raise
+    return directory
+
+
+def local_name(version: Version, path: str) -> str:
+    """Where a file of the manifest stands in a directory of one version."""
+    prefix = f"{version.dir}/"
+    return path.removeprefix(prefix) if path.startswith(prefix) else path.rpartition("/")[2]
+
+
+def _copy(version: Version, entry: FileEntry, directory: Path) -> None:
+    where = version.store.where(entry.path)
+    target = directory / local_name(version, entry.path)
+    try:
+        with version.store.open(entry.path) as source, durable.NewFile(target) as file:
+            while block := source.read(COPY_BLOCK_BYTES):
+                file.write(block)
+    except FileNotFoundError:
+        raise IntegrityError(where, "is missing; open a newer version") from None
+    for what, expected, found in (
+        ("has a wrong size in bytes", entry.size_bytes, file.size_bytes),
+        ("has other bytes", entry.xxh3_128, file.xxh3_128),
+    ):
+        if expected != found:
+            raise IntegrityError(where, f"{what}; publish a new version", expected=expected, found=found)
