@@ -17,6 +17,29 @@ def xxh3_128(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+class FileDigest:
+    """The digests of a file as it is written or read, block by block; SHA-256 where signatures need it."""
+
+    def __init__(self, *, with_sha256: bool = False) -> None:
+        self.size_bytes = 0
+        self._xxh3 = xxhash.xxh3_128()
+        self._sha256 = hashlib.sha256() if with_sha256 else None
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        self.size_bytes += memoryview(data).nbytes
+        self._xxh3.update(data)
+        if self._sha256 is not None:
+            self._sha256.update(data)
+
+    @property
+    def xxh3_128(self) -> str:
+        return self._xxh3.hexdigest()
+
+    @property
+    def sha256(self) -> str | None:
+        return None if self._sha256 is None else self._sha256.hexdigest()
+
+
 def file_xxh3_128(path: Path) -> str:
     """The xxh3-128 digest of a whole file, read in blocks."""
     with path.open("rb") as file:
@@ -25,10 +48,14 @@ def file_xxh3_128(path: Path) -> str:
 
 def stream_xxh3_128(file: BinaryIO) -> str:
     """The xxh3-128 digest of what is left of an open file, read in blocks."""
-    state = xxhash.xxh3_128()
+    return read_through(file, FileDigest()).xxh3_128
+
+
+def read_through(file: BinaryIO, digest: FileDigest) -> FileDigest:
+    """Digest what is left of an open file."""
     while block := file.read(READ_BLOCK_BYTES):
-        state.update(block)
-    return state.hexdigest()
+        digest.update(block)
+    return digest
 
 
 def sha256_hex(data: bytes) -> str:

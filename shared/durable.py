@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-import xxhash
+from .digest import FileDigest
 
 WRITE_BLOCK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".tmp-"
@@ -51,10 +51,8 @@ class NewFile:
     The file follows the umask, so that a reader of the same group can open it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.size_bytes = 0
-        self._digest = xxhash.xxh3_128()
+    def __init__(self, path: Path, *, sha256: bool = False) -> None:
+        self.path, self.digest = path, FileDigest(with_sha256=sha256)
 
     def __enter__(self) -> NewFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -66,14 +64,17 @@ class NewFile:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for start in range(0, len(view), WRITE_BLOCK_BYTES):
             block = view[start : start + WRITE_BLOCK_BYTES]
-            self._digest.update(block)
+            self.digest.update(block)
             while block:
                 block = block[os.write(self._descriptor, block) :]
-        self.size_bytes += len(view)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.digest.size_bytes
 
     @property
     def xxh3_128(self) -> str:
-        return self._digest.hexdigest()
+        return self.digest.xxh3_128
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

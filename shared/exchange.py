@@ -28,6 +28,7 @@ from .errors import (
 )
 from .lease import READERS_NAME, Lease
 from .manifest import FORMAT, MANIFEST_NAME, Manifest, check_format, manifest_id, read_json_object
+from .signing import CheckingKey, check_signature
 from .store import Store, open_store
 
 IDENTITY_NAME = "exchange.json"
@@ -39,8 +40,8 @@ BASE_NAME = "base"
 class Version:
     """One committed version; its manifest is read and checked when it is first asked for."""
 
-    def __init__(self, store: Store, entry: LogEntry) -> None:
-        self.store, self.entry = store, entry
+    def __init__(self, store: Store, entry: LogEntry, *, signature_key: CheckingKey | None = None) -> None:
+        self.store, self.entry, self._signature_key = store, entry, signature_key
         self.number, self.run_id, self.epoch = entry.number, entry.run_id, entry.epoch
         self.step, self.dir, self.manifest_sha256 = entry.step or 0, entry.dir or "", entry.manifest_sha256
 
@@ -55,7 +56,7 @@ class Version:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Raises IntegrityError when it is missing or not the one that the log names."""
+        """IntegrityError when it is missing, not the one that the log names, or not signed as required."""
         path = self.store.where(f"{self.dir}/{MANIFEST_NAME}")
         data = self.store.read(f"{self.dir}/{MANIFEST_NAME}")
         if data is None:
@@ -65,7 +66,10 @@ class Version:
             raise IntegrityError(
                 path, "is not what the log names", expected=self.manifest_sha256, found=found
             )
-        return Manifest.from_bytes(data, path)
+        manifest = Manifest.from_bytes(data, path)
+        if self._signature_key is not None:
+            check_signature(manifest, self._signature_key, path)
+        return manifest
 
     def __repr__(self) -> str:
         return f"Version({self.number}, step {self.step}, run {self.run_id}, {self.store.where(self.dir)})"
@@ -92,7 +96,8 @@ class _Identity:
 class Exchange:
     """An exchange as a reader sees it; make one with `Exchange.open`."""
 
-    def __init__(self, store: Store, identity: _Identity) -> None:
+    def __init__(self, store: Store, identity: _Identity, signature_key: CheckingKey | None = None) -> None:
+        self._signature_key = signature_key
         self.store, self.exchange_id, self.base = store, identity.exchange_id, identity.base
         self.base_dir: Path | None = None
         self.base_digests: dict[str, str] | None = None
@@ -111,22 +116,24 @@ class Exchange:
         *,
         model_name: str | None = None,
         revision: str | None = None,
+        require_signature: CheckingKey | None = None,
     ) -> Exchange:
         """Open the exchange at a path or an fsspec URL (`s3://...`); with `base`, create it if absent.
 
         `base` is the base checkpoint's directory; its identity (one read of all its bytes) must be the
-        exchange's. `model_name` and `revision` are recorded as the user names them.
+        exchange's. `model_name` and `revision` are recorded as the user names them. With
+        `require_signature` (signing.load_checking_key) a manifest that this key did not sign is an error.
 
         Raises ExchangeNotFoundError, BaseCheckpointError, BaseMismatchError or FormatError.
         """
         store = open_store(url)
         if base is None:
-            return cls(store, _read_identity(store))
+            return cls(store, _read_identity(store), require_signature)
         checkpoint = Checkpoint.open(base)
         found, digests = identify_base(checkpoint, model=model_name, revision=revision)
         if store.read(IDENTITY_NAME) is None:
             _create(store, found)
-        exchange = cls(store, _read_identity(store))
+        exchange = cls(store, _read_identity(store), require_signature)
         exchange.require_base(found)
         exchange.base_dir, exchange.base_digests = checkpoint.path, digests
         return exchange
@@ -159,7 +166,8 @@ class Exchange:
     def versions(self) -> list[Version]:
         """The committed versions that the log retains, oldest first."""
         self.log.absorb()
-        return [Version(self.store, entry) for entry in self.log.retained]
+        key = self._signature_key
+        return [Version(self.store, entry, signature_key=key) for entry in self.log.retained]
 
     def version(self, number: int) -> Version:
         """The version of that number, or VersionNotFoundError naming the ones there are."""

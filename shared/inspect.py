@@ -11,12 +11,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, ExchangeError
 from .exchange import Exchange, Version
 from .manifest import Manifest
 from .repair import repair
+from .signing import load_checking_key
 from .verify import Finding, verify_exchange, verify_version
 
 
@@ -37,6 +39,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair", action="store_true", help="mend the pointer and sweep garbage first; needs no number"
     )
+    parser.add_argument("--key", type=Path, help="require signatures by this key (PEM, or an HMAC secret)")
     _add_json(parser)
 
 
@@ -68,7 +71,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    exchange = Exchange.open(args.exchange)
+    key = load_checking_key(args.key) if args.key else None
+    exchange = Exchange.open(args.exchange, require_signature=key)
     if args.repair and args.number is not None:
         raise ConfigError("--repair mends an exchange, never a version; leave the number out")
     repairs = repair(exchange) if args.repair else []

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from .base import BaseIdentity
-from .digest import canonical_json, sha256_hex
-from .errors import FormatError
+from .digest import FileDigest, canonical_json, sha256_hex
+from .errors import FormatError, IntegrityError
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
@@ -34,11 +34,27 @@ def check_path(path: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file: its path below the exchange, its size and its xxh3-128."""
+    """One file: its path below the exchange, its size and its digests; SHA-256 in signed manifests."""
 
     path: str
     size_bytes: int
     xxh3_128: str
+    sha256: str | None = None
+
+    @property
+    def digest(self) -> FileDigest:
+        """An empty digest of the kinds that this entry has, for reading the file through."""
+        return FileDigest(with_sha256=self.sha256 is not None)
+
+    def check(self, found: FileDigest, where: object) -> None:
+        """Raise IntegrityError unless a file that was read through is this one."""
+        for what, expected, is_now in (
+            ("has a wrong size in bytes", self.size_bytes, found.size_bytes),
+            ("has other bytes", self.xxh3_128, found.xxh3_128),
+            ("has other bytes", self.sha256, found.sha256),
+        ):
+            if expected != is_now:
+                raise IntegrityError(where, what, expected=expected, found=is_now)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

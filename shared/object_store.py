@@ -66,9 +66,9 @@ class ObjectStore:
         with self._errors_of("replace", path):
             self._fs.pipe_file(self._key(path), data)
 
-    def new_file(self, path: str) -> MultipartUpload | BufferedUpload:
+    def new_file(self, path: str, *, sha256: bool = False) -> MultipartUpload | BufferedUpload:
         kind = MultipartUpload if hasattr(self._fs, "call_s3") else BufferedUpload
-        return kind(self._fs, self._key(path), lambda: self._errors_of("write", path))
+        return kind(self._fs, self._key(path), lambda: self._errors_of("write", path), sha256=sha256)
 
     def share(self, source: str, target: str) -> None:
         """A bucket has no links: manifests name the one object."""

@@ -10,17 +10,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from .checkpoint import INDEX_NAME
 from .commit_log import now
-from .digest import canonical_json, sha256_hex, stream_xxh3_128, xxh3_128
+from .digest import FileDigest, canonical_json, sha256_hex, stream_xxh3_128, xxh3_128
 from .errors import FormatError, IntegrityError
 from .exchange import BASE_NAME, VERSIONS_NAME, Version
 from .kill_points import reach
@@ -35,6 +33,8 @@ from .manifest import (
     manifest_id,
 )
 from .pointer import point_at_newest
+from .signing import sign_manifest
+from .store import Upload
 from .tensor_files import TensorSpec, plan_file
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class Publication:
     def write_file(self, name: str, data: bytes) -> FileEntry:
         """Write a small file; `name` is below the version's directory, e.g. "adapter/adapter_config.json"."""
         path = self._new_path(name)
-        with self._store.new_file(path) as file:
+        with self._new_file(path) as file:
             file.write(data)
-        return self._record(path, file.size_bytes, file.xxh3_128)
+        return self._record(path, file.digest)
 
     def write_shard(
         self, name: str, tensors: Sequence[tuple[TensorSpec, Buffer]], *, changed: bool = True
@@ -114,9 +114,9 @@ class Publication:
             self._store.share(stored, path)
         if not self._store.has_links:
             path = stored
-        size_bytes, digest, tensor_digests = known
+        digest, tensor_digests = known
         self._enter_tensors(path, ordered, tensor_digests, changed=False)
-        return self._record(path, size_bytes, digest)
+        return self._record(path, digest)
 
     def write_index(self) -> FileEntry:
         """Write `model.safetensors.index.json` over the shards entered so far."""
@@ -131,7 +131,8 @@ class Publication:
         Raises WriterFencedError, and nothing appears, when a newer writer has taken over.
         """
         reach("before-manifest")
-        data = self._manifest(fields).to_bytes()
+        manifest, key = self._manifest(fields), self._writer.signing_key
+        data = (manifest if key is None else sign_manifest(manifest, key)).to_bytes()
         with self._store.new_file(f"{self.relative_dir}/{MANIFEST_NAME}") as file:
             file.write(data)
         self._seal()
@@ -169,7 +170,7 @@ class Publication:
         plan = plan_file(spec for spec, _ in tensors)
         path = self._new_path(name)
         digests: dict[str, str] = {}
-        with self._store.new_file(path) as file:
+        with self._new_file(path) as file:
             file.write(plan.header)
             for slot in plan.slots:
                 data = (
@@ -188,7 +189,7 @@ class Publication:
                 file.write(data)
         if track:
             self._enter_tensors(path, [slot.spec for slot in plan.slots], digests, changed=changed)
-        return self._record(path, file.size_bytes, file.xxh3_128)
+        return self._record(path, file.digest)
 
     def _base_object(self, name: str, specs: list[TensorSpec]) -> str:
         """Where `base/` keeps these tensors; the name follows from the base and the tensor names alone."""
@@ -198,8 +199,8 @@ class Publication:
 
     def _store_base_shard(
         self, path: str, stored: str, specs: list[TensorSpec], read: Callable[[str], Buffer]
-    ) -> tuple[int, str, dict[str, str]]:
-        """Have the stored shard, writing it if it is not there yet; returns its size and digests.
+    ) -> tuple[FileDigest, dict[str, str]]:
+        """Have the stored shard, writing it if it is not there yet; returns its and its tensors' digests.
 
         With links it is written inside the version first and linked into `base/` whole, so that a writer
         killed half-way leaves nothing under the stored name; an object appears whole anyway.
@@ -207,13 +208,13 @@ class Publication:
         tensors = {spec.name: read(spec.name) for spec in specs}
         digests = {tensor: xxh3_128(data) for tensor, data in tensors.items()}
         self._check_base_digests(digests)
-        size_bytes, digest = _planned_digest(specs, tensors)
+        digest = self._planned_digest(specs, tensors)
         if self._store.size(stored) is not None:
-            self._check_stored(stored, digest)
+            self._check_stored(stored, digest.xxh3_128)
             self._store.share(stored, path)
-            return size_bytes, digest, digests
+            return digest, digests
         target = path if self._store.has_links else stored
-        with self._store.new_file(target) as file:
+        with self._new_file(target) as file:
             plan = plan_file(specs)
             file.write(plan.header)
             for slot in plan.slots:
@@ -222,7 +223,15 @@ class Publication:
             with suppress(FileExistsError):  # a writer that was replaced meanwhile stored the same bytes
                 self._store.share(target, stored)
             self._store.seal([BASE_NAME])
-        return size_bytes, digest, digests
+        return digest, digests
+
+    def _planned_digest(self, specs: list[TensorSpec], tensors: dict[str, Buffer]) -> FileDigest:
+        """The digest of the file that these tensors make, without writing it."""
+        plan, digest = plan_file(specs), FileDigest(with_sha256=self._writer.signing_key is not None)
+        digest.update(plan.header)
+        for slot in plan.slots:
+            digest.update(tensors[slot.spec.name])
+        return digest
 
     def _check_stored(self, stored: str, digest: str) -> None:
         with self._store.open(stored) as file:
@@ -266,8 +275,13 @@ class Publication:
         self._store.make_directory(path.rpartition("/")[0])
         return path
 
-    def _record(self, path: str, size_bytes: int, digest: str) -> FileEntry:
-        entry = FileEntry(path=path, size_bytes=size_bytes, xxh3_128=digest)
+    def _new_file(self, path: str) -> AbstractContextManager[Upload]:
+        return self._store.new_file(path, sha256=self._writer.signing_key is not None)
+
+    def _record(self, path: str, digest: FileDigest) -> FileEntry:
+        entry = FileEntry(
+            path=path, size_bytes=digest.size_bytes, xxh3_128=digest.xxh3_128, sha256=digest.sha256
+        )
         self.files.append(entry)
         return entry
 
@@ -293,15 +307,6 @@ class Publication:
             tied=fields.tied,
             metrics=fields.metrics,
         )
-
-
-def _planned_digest(specs: list[TensorSpec], tensors: dict[str, Buffer]) -> tuple[int, str]:
-    """Size and xxh3-128 of the file that these tensors make, without writing it."""
-    plan = plan_file(specs)
-    state = xxhash.xxh3_128(plan.header)
-    for slot in plan.slots:
-        state.update(tensors[slot.spec.name])
-    return plan.size_bytes, state.hexdigest()
 
 
 def _writer_info(world_size: int) -> WriterInfo:

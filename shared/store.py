@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from . import durable
+from .digest import FileDigest
 
 Buffer = bytes | bytearray | memoryview
 
@@ -20,12 +21,9 @@ Buffer = bytes | bytearray | memoryview
 class Upload(Protocol):
     """A file on its way: written once, front to back, digested in the same pass."""
 
-    size_bytes: int
+    digest: FileDigest
 
     def write(self, data: Buffer) -> None: ...
-
-    @property
-    def xxh3_128(self) -> str: ...
 
 
 class Store(Protocol):
@@ -34,8 +32,11 @@ class Store(Protocol):
     `path` is the directory, or None where there is none (then readers copy files before they use them).
     """
 
-    path: Path | None
-    has_links: bool
+    @property
+    def path(self) -> Path | None: ...
+
+    @property
+    def has_links(self) -> bool: ...
 
     def where(self, path: str) -> str:
         """The full name of a file, for messages."""
@@ -64,7 +65,7 @@ class Store(Protocol):
         """Replace a small file atomically; `sync=False` may lose it in a power cut (beats)."""
         ...
 
-    def new_file(self, path: str) -> AbstractContextManager[Upload]:
+    def new_file(self, path: str, *, sha256: bool = False) -> AbstractContextManager[Upload]:
         """Write a large file under a name that nobody used before; an exception leaves nothing there."""
         ...
 
@@ -129,8 +130,8 @@ class LocalStore:
     def replace(self, path: str, data: bytes, *, sync: bool = True) -> None:
         durable.replace(self.path / path, data, sync=sync)
 
-    def new_file(self, path: str) -> durable.NewFile:
-        return durable.NewFile(self.path / path)
+    def new_file(self, path: str, *, sha256: bool = False) -> durable.NewFile:
+        return durable.NewFile(self.path / path, sha256=sha256)
 
     def share(self, source: str, target: str) -> None:
         durable.link_or_copy(self.path / source, self.path / target)

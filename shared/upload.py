@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
-import xxhash
+from .digest import FileDigest
 
 Buffer = bytes | bytearray | memoryview
 ErrorsOf = Callable[[], AbstractContextManager[None]]
@@ -27,11 +27,10 @@ PART_DEADLINE_S = 600.0
 class MultipartUpload:
     """An S3 object in parts, some of them in flight while the next one is filled."""
 
-    def __init__(self, file_system: Any, key: str, errors_of: ErrorsOf) -> None:
+    def __init__(self, file_system: Any, key: str, errors_of: ErrorsOf, *, sha256: bool) -> None:
         self._fs, self._key, self._errors_of = file_system, key, errors_of
         self._bucket, _, self._name = key.partition("/")
-        self.size_bytes = 0
-        self._digest = xxhash.xxh3_128()
+        self.digest = FileDigest(with_sha256=sha256)
         self._part = bytearray()
         self._upload_id = ""
         self._in_flight: deque[Future] = deque()
@@ -44,18 +43,13 @@ class MultipartUpload:
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        self._digest.update(view)
-        self.size_bytes += len(view)
+        self.digest.update(view)
         while len(view):
             room = PART_BYTES - len(self._part)
             self._part += view[:room]
             view = view[room:]
             if len(self._part) == PART_BYTES:
                 self._start_part()
-
-    @property
-    def xxh3_128(self) -> str:
-        return self._digest.hexdigest()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -123,10 +117,9 @@ class MultipartUpload:
 class BufferedUpload:
     """An object through fsspec's own buffered file."""
 
-    def __init__(self, file_system: Any, key: str, errors_of: ErrorsOf) -> None:
+    def __init__(self, file_system: Any, key: str, errors_of: ErrorsOf, *, sha256: bool) -> None:
         self._fs, self._key, self._errors_of = file_system, key, errors_of
-        self.size_bytes = 0
-        self._digest = xxhash.xxh3_128()
+        self.digest = FileDigest(with_sha256=sha256)
 
     def __enter__(self) -> BufferedUpload:
         with self._errors_of():
@@ -134,14 +127,9 @@ class BufferedUpload:
         return self
 
     def write(self, data: Buffer) -> None:
-        self._digest.update(data)
-        self.size_bytes += memoryview(data).nbytes
+        self.digest.update(data)
         with self._errors_of():
             self._file.write(data)
-
-    @property
-    def xxh3_128(self) -> str:
-        return self._digest.hexdigest()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

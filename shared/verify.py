@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from .checkpoint import INDEX_NAME
 from .commit_log import LOG_NAME, slot_name
-from .digest import stream_xxh3_128, xxh3_128
+from .digest import read_through, xxh3_128
 from .errors import ExchangeError, IntegrityError
 from .exchange import LATEST_NAME, Exchange, Version
 from .manifest import MANIFEST_NAME, Manifest, TensorEntry
@@ -131,19 +131,13 @@ def _check_files(version: Version, manifest: Manifest) -> Iterator[Finding]:
             continue
         try:
             with store.open(entry.path) as file:
-                digest = stream_xxh3_128(file)
-                size_bytes = file.tell()
+                entry.check(read_through(file, entry.digest), where)
         except FileNotFoundError:
             yield Finding(path=where, problem="is missing")
-            continue
+        except IntegrityError as error:
+            yield _finding(error)
         except OSError as error:
             yield Finding(path=where, problem=f"cannot be read ({error})")
-            continue
-        if size_bytes != entry.size_bytes:
-            expected, found = str(entry.size_bytes), str(size_bytes)
-            yield Finding(path=where, problem="has a wrong size in bytes", expected=expected, found=found)
-        elif digest != entry.xxh3_128:
-            yield Finding(path=where, problem="has other bytes", expected=entry.xxh3_128, found=digest)
 
 
 def leads_out(version: Version, path: str) -> bool:

@@ -24,6 +24,7 @@ from .pointer import mend_pointer
 from .process import is_gone_from_this_host, owner_name, process_identity
 from .publication import Publication
 from .retention import GRACE_S, Pruner, PruneReport, RetentionPolicy
+from .signing import SigningKey
 from .store import Store
 
 WRITER_NAME = "writer.json"
@@ -42,6 +43,7 @@ class ExchangeWriter:
     def __init__(
         self, exchange: Exchange, *, run_id: str, epoch: int, ttl_s: float, pruner: Pruner | None = None
     ) -> None:
+        self.signing_key: SigningKey | None = None
         self.exchange, self.run_id, self.epoch = exchange, run_id, epoch
         self.owner = owner_name()
         self.pruner = pruner or Pruner(exchange, RetentionPolicy())
@@ -63,18 +65,22 @@ class ExchangeWriter:
         keep: int | None = None,
         keep_every: int | None = None,
         grace_s: float = GRACE_S,
+        signing_key: SigningKey | None = None,
     ) -> ExchangeWriter:
         """Take the exchange over, unless another writer lives: then WriterActiveError names it.
 
         A writer lives if its beat moves within its ttl (seconds) by this process's own clock. One that
         closed cleanly, or whose process is gone from this same host, is not waited for.
-        `keep` and `keep_every` are RetentionPolicy's; by default nothing is ever deleted.
+        `keep` and `keep_every` are RetentionPolicy's; by default nothing is ever deleted. With a
+        `signing_key` every manifest is signed; see `signing.load_signing_key`.
         """
         pruner = Pruner(exchange, RetentionPolicy(keep=keep, keep_every=keep_every), grace_s=grace_s)
         exchange.log.require_dense()
         _wait_until_writer_is_dead(exchange.store)
         entry = exchange.log.append(kind="epoch", epoch=None, run_id=run_id, owner=owner_name())
-        return cls(exchange, run_id=run_id, epoch=entry.epoch, ttl_s=writer_ttl_s, pruner=pruner)
+        writer = cls(exchange, run_id=run_id, epoch=entry.epoch, ttl_s=writer_ttl_s, pruner=pruner)
+        writer.signing_key = signing_key
+        return writer
 
     def begin(self, step: int) -> Publication:
         """Start a version for training step `step`; nothing of it is visible before `commit`."""

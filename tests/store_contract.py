@@ -102,7 +102,7 @@ class StoreContract:
         with store.new_file("versions/big") as file:
             for start in range(0, len(data), 3 << 20):
                 file.write(memoryview(data)[start : start + (3 << 20)])
-        assert (file.size_bytes, file.xxh3_128) == (len(data), xxh3_128(data))
+        assert (file.digest.size_bytes, file.digest.xxh3_128) == (len(data), xxh3_128(data))
         store.seal(["versions"])
         assert store.size("versions/big") == len(data)
         with store.open("versions/big") as reader:

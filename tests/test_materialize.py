@@ -52,7 +52,7 @@ def test_a_damaged_shard_is_named_and_nothing_is_left(exchange, tmp_path):
     data = bytearray(version.store.read(path) or b"")
     data[-1] ^= 1
     version.store.replace(path, bytes(data))
-    with pytest.raises(IntegrityError, match=r"layer-00000\.safetensors: has other bytes; publish"):
+    with pytest.raises(IntegrityError, match=r"layer-00000\.safetensors: has other bytes"):
         materialize(version, tmp_path / "copy")
     version.store.remove(path)
     with pytest.raises(IntegrityError, match=r"layer-00000\.safetensors: is missing; open a newer"):

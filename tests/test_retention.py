@@ -189,11 +189,13 @@ def test_a_pinned_version_stays_until_it_is_unpinned(exchange, five):
     assert pin(exchange, five[0].number)
     assert not pin(exchange, five[0].number)
     pruner = Pruner(Exchange.open(exchange.path), RetentionPolicy(keep=1), grace_s=0)
-    pruner.give_up(), pruner.advance()
+    pruner.give_up()
+    pruner.advance()
     assert steps_of(exchange) == [10, 50]
     assert unpin(exchange, five[0].number)
     assert not unpin(exchange, five[0].number)
-    pruner.give_up(), pruner.advance()
+    pruner.give_up()
+    pruner.advance()
     assert steps_of(exchange) == [50]
 
 
