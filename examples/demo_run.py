@@ -88,7 +88,7 @@ def _addition(args: argparse.Namespace, directory: Path) -> Subject:
         publish_every=20 if args.publish_every is None else args.publish_every,
         learning_rate=4e-3,
         lora_rank=16,
-        batch_size=128,
+        batch_size=256,
         max_length=16,
         max_model_len=64,
         kv_cache_bytes=64 << 20,
@@ -106,7 +106,7 @@ def _gemma(args: argparse.Namespace, directory: Path) -> Subject:
         publish_every=4 if args.publish_every is None else args.publish_every,
         learning_rate=1e-3,
         lora_rank=8,
-        batch_size=2,
+        batch_size=4,
         max_length=32,
         max_model_len=128,
         kv_cache_bytes=256 << 20,
@@ -157,6 +157,9 @@ exchange = {json.dumps(str(run_directory / "exchange"))}
 output_dir = {json.dumps(str(run_directory / "trainer"))}
 seed = 0
 
+[model]
+dtype = "float32"
+
 [data]
 path = {json.dumps(str(data))}
 max_length = {subject.max_length}
@@ -172,6 +175,7 @@ lr = {subject.learning_rate}
 
 [schedule]
 num_steps = {subject.num_steps}
+kind = "linear"
 
 [publish]
 every = {subject.publish_every}
