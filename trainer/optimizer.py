@@ -40,7 +40,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """What the next step takes."""
-        return self._scheduler.get_last_lr()[0]
+        return float(self._scheduler.get_last_lr()[0])
 
     def step(self) -> float:
         """Clip, update, forget the gradients; the norm before clipping, over all ranks."""
@@ -48,4 +48,4 @@ class Optimizer:
         self._adamw.step()
         self._scheduler.step()
         self._adamw.zero_grad()
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

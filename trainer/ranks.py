@@ -33,7 +33,8 @@ class Ranks:
         if "RANK" in os.environ:  # torchrun sets it, and where to meet
             dist.init_process_group(backend, timeout=wait)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  (public, but not in __all__)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=wait)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def __enter__(self) -> Ranks:
