@@ -1,13 +1,11 @@
 """The demo's base: a real checkpoint directory of about 300 000 parameters, made once and kept.
 
 A two-layer Qwen2 with a character tokenizer, trained on additions until it is right about one time in three:
-good enough that a LoRA visibly lifts it, bad enough that there is something to lift. `recipe.json` is written
-last; a directory without it, or with another recipe, is made anew.
+good enough that a LoRA visibly lifts it, bad enough that there is something to lift.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +16,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from ..shared import durable
 from ..shared.errors import WeightferryError
 from .demo_task import ALPHABET, ANSWER_LENGTH, Question, held_out_questions, training_questions
+from .kept_base import KeptBase
 
-RECIPE_NAME = "recipe.json"
 EOS, PAD = "<eos>", "<pad>"
 TOKENS = (PAD, EOS, *ALPHABET)
 # Head size 32 is the smallest that vLLM's CPU attention takes (v1/attention/backends/cpu_attn.py, 0.32).
@@ -44,26 +41,26 @@ DEADLINE_S = 240.0
 
 
 def make_base(directory: Path, say: Callable[[str], None]) -> Path:
-    """The base's directory; trained first if it is not there yet."""
-    if _recipe_of(directory) == RECIPE:
-        say(f"base: {directory} (made earlier)")
-        return directory
-    durable.remove_tree(directory)
-    directory.mkdir(parents=True)
+    """The checkpoint directory below `directory`; trained first if it is not there yet."""
+    kept = KeptBase(directory=directory, recipe=RECIPE)
+    if kept.is_made():
+        say(f"base: {kept.checkpoint} (made earlier)")
+        return kept.checkpoint
+    kept.clear()
     logging.disable_progress_bar()
     started = time.monotonic()
     tokenizer = make_tokenizer()
     model = _new_model()
     num_steps, accuracy = _train(model, tokenizer)
-    model.bfloat16().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    durable.create_exclusive(directory / RECIPE_NAME, json.dumps(RECIPE, indent=1).encode())
+    model.bfloat16().save_pretrained(kept.checkpoint)
+    tokenizer.save_pretrained(kept.checkpoint)
+    kept.seal()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     say(
-        f"base: {directory} ({num_parameters:,} parameters, {num_steps} steps in "
+        f"base: {kept.checkpoint} ({num_parameters:,} parameters, {num_steps} steps in "
         f"{time.monotonic() - started:.0f} s, right on {accuracy:.0%} of unseen sums)"
     )
-    return directory
+    return kept.checkpoint
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -74,11 +71,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
     )
-
-
-def _recipe_of(directory: Path) -> Any:
-    recipe = durable.read_fresh(directory / RECIPE_NAME) if directory.is_dir() else None
-    return None if recipe is None else json.loads(recipe)
 
 
 def _new_model() -> Qwen2ForCausalLM:

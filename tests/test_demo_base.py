@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weightferry.examples import demo_base
-from weightferry.examples.demo_base import RECIPE, RECIPE_NAME, make_base, make_tokenizer
+from weightferry.examples.demo_base import RECIPE, make_base, make_tokenizer
+from weightferry.examples.kept_base import RECIPE_NAME
 from weightferry.shared.checkpoint import Checkpoint
 
 
@@ -40,19 +41,19 @@ def test_every_character_is_one_token_and_comes_back(quick_recipe):
 
 def test_a_whole_base_is_used_again_and_a_half_made_one_is_not(tmp_path, quick_recipe):
     said: list[str] = []
-    directory = make_base(tmp_path / "base", said.append)
-    make_base(directory, said.append)
+    make_base(tmp_path / "base", said.append)
+    make_base(tmp_path / "base", said.append)
     assert "made earlier" in said[-1]
-    (directory / RECIPE_NAME).unlink()
-    make_base(directory, said.append)
+    (tmp_path / "base" / RECIPE_NAME).unlink()
+    make_base(tmp_path / "base", said.append)
     assert "made earlier" not in said[-1]
 
 
 def test_a_base_of_another_recipe_is_made_anew(tmp_path, quick_recipe, monkeypatch):
-    directory = make_base(tmp_path / "base", print)
+    make_base(tmp_path / "base", print)
     monkeypatch.setitem(RECIPE, "seed", 1)
-    make_base(directory, print)
-    assert json.loads((directory / RECIPE_NAME).read_text())["seed"] == 1
+    make_base(tmp_path / "base", print)
+    assert json.loads((tmp_path / "base" / RECIPE_NAME).read_text())["seed"] == 1
 
 
 def test_a_base_that_does_not_learn_is_an_error(tmp_path, monkeypatch):
