@@ -48,7 +48,9 @@ class Checkpoint:
                     file_of[tensor], slots[tensor] = name, slot
             _check_index(path, file_of)
         except IntegrityError as error:
-            raise BaseCheckpointError(f"the checkpoint cannot be used: {error}; download it again") from None
+            raise BaseCheckpointError(
+                f"the checkpoint cannot be used: {error.finding}; download it again"
+            ) from None
         return cls(path=path, config=_read_config(path), file_of=file_of, slots=slots)
 
     @property
@@ -67,6 +69,7 @@ class Checkpoint:
                 f"was cut while {name} was read",
                 expected=slot.end - slot.begin,
                 found=len(data),
+                action="nobody may change a base in use: restore it, then start again",
             )
         return data
 

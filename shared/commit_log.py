@@ -143,7 +143,9 @@ class CommitLog:
         if beyond and self._store.read(f"{LOG_NAME}/{missing}") is None:
             where = self._store.where(f"{LOG_NAME}/{missing}")
             raise IntegrityError(
-                where, f"is missing, yet {beyond[-1]} is there; restore it, or give this job another exchange"
+                where,
+                f"is missing, yet {beyond[-1]} is there",
+                action="restore it, or give this job another exchange",
             )
 
     def append(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,7 +39,7 @@ def make_directory(path: Path) -> None:
         return
     make_directory(path.parent)
     with suppress(FileExistsError):
-        path.mkdir()
+        os.mkdir(path)
     sync_directory(path.parent)
 
 
@@ -51,8 +50,8 @@ class NewFile:
     The file follows the umask, so that a reader of the same group can open it.
     """
 
-    def __init__(self, path: Path, *, sha256: bool = False) -> None:
-        self.path, self.digest = path, FileDigest(with_sha256=sha256)
+    def __init__(self, path: Path, *, sha256: bool = False, sync: bool = True) -> None:
+        self.path, self.digest, self._sync = path, FileDigest(with_sha256=sha256), sync
 
     def __enter__(self) -> NewFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -66,7 +65,8 @@ class NewFile:
             block = view[start : start + WRITE_BLOCK_BYTES]
             self.digest.update(block)
             while block:
-                block = block[os.write(self._descriptor, block) :]
+                with self._failures_named():
+                    block = block[os.write(self._descriptor, block) :]
 
     @property
     def size_bytes(self) -> int:
@@ -79,20 +79,31 @@ class NewFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        is_whole = False
         try:
             if kind is None:
-                os.fsync(self._descriptor)  # on NFS only fsync reports a full disk
-        except OSError:
-            self._remove()
-            raise
+                with self._failures_named():
+                    if self._sync:
+                        os.fsync(self._descriptor)  # on NFS only fsync reports a full disk
+                is_whole = True
         finally:
             os.close(self._descriptor)
-        if kind is not None:
-            self._remove()
+            if not is_whole:
+                self._remove()
 
     def _remove(self) -> None:
         with suppress(OSError):
-            self.path.unlink()
+            os.unlink(self.path)
+
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
+        """The kernel's error does not say which file it was, nor what to do."""
+        try:
+            yield
+        except OSError as error:
+            what = f"{error.strerror} within the first {self.size_bytes} bytes; the file was given up: "
+            advice = f"{what}make room or mend the disk, then try again"
+            raise OSError(error.errno, advice, str(self.path)) from error
 
 
 @contextmanager
@@ -100,15 +111,11 @@ def _beside(path: Path, data: bytes, *, sync: bool) -> Iterator[Path]:
     """A whole temporary file in the directory of `path`; gone again on exit, whatever happened."""
     temporary = path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     try:
-        if sync:
-            with NewFile(temporary) as file:
-                file.write(data)
-        else:
-            temporary.write_bytes(data)
+        with NewFile(temporary, sync=sync) as file:
+            file.write(data)
         yield temporary
     finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+        remove_file(temporary)
 
 
 def create_exclusive(path: Path, data: bytes) -> None:
@@ -197,15 +204,21 @@ def list_fresh(directory: Path) -> list[str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory and all in it; what is already gone is fine."""
-    with suppress(FileNotFoundError):
-        shutil.rmtree(path)
+    """Remove a directory and all in it, links not followed; what is already gone is fine."""
+    if path.is_symlink():
+        return remove_file(path)
+    for directory, folders, names in os.walk(path, topdown=False):
+        for name in [*names, *(folder for folder in folders if Path(directory, folder).is_symlink())]:
+            remove_file(Path(directory, name))
+        with suppress(FileNotFoundError):
+            os.rmdir(directory)
+    return None
 
 
 def remove_file(path: Path) -> None:
     """Remove a file; one that is already gone is fine."""
     with suppress(FileNotFoundError):
-        path.unlink()
+        os.unlink(path)
 
 
 def sweep_temporaries(directory: Path) -> int:

@@ -68,12 +68,21 @@ class FormatError(ExchangeError):
 
 
 class IntegrityError(ExchangeError):
-    """A file is missing, short, surplus or altered."""
+    """A file is missing, short, surplus or altered; `str` is what is wrong and what to do now."""
 
-    def __init__(self, path: object, problem: str, *, expected: object = None, found: object = None) -> None:
+    def __init__(
+        self,
+        path: object,
+        problem: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        action: str = "do not use this version; open another one, or publish a new one",
+    ) -> None:
         self.path, self.problem, self.expected, self.found = str(path), problem, expected, found
         detail = "" if expected is None and found is None else f": {expected} expected, {found} found"
-        super().__init__(f"{path}: {problem}{detail}")
+        self.finding = f"{path}: {problem}{detail}"
+        super().__init__(f"{self.finding}; {action}" if action else self.finding)
 
 
 class VersionNotFoundError(ExchangeError):

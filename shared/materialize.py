@@ -61,5 +61,5 @@ def _copy(version: Version, entry: FileEntry, directory: Path) -> None:
             while block := source.read(COPY_BLOCK_BYTES):
                 file.write(block)
     except FileNotFoundError:
-        raise IntegrityError(where, "is missing; open a newer version") from None
+        raise IntegrityError(where, "is missing") from None
     entry.check(file.digest, where)

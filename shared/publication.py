@@ -184,6 +184,7 @@ class Publication:
                         f"the buffer for {slot.spec} has a wrong size in bytes",
                         expected=slot.end - slot.begin,
                         found=len(data),
+                        action="nothing was published",
                     )
                 digests[slot.spec.name] = xxh3_128(data)
                 file.write(data)
@@ -239,7 +240,7 @@ class Publication:
         if found != digest:
             where = self._store.where(stored)
             raise IntegrityError(
-                where, "is damaged; remove it and publish again", expected=digest, found=found
+                where, "is damaged", expected=digest, found=found, action="remove it and publish again"
             )
 
     def _check_base_digests(self, digests: dict[str, str]) -> None:
@@ -248,7 +249,13 @@ class Publication:
         for tensor, found in digests.items():
             if tensor in known and known[tensor] != found:
                 where = self._exchange.base_dir or self._store.where("")
-                raise IntegrityError(where, f"{tensor} has changed", expected=known[tensor], found=found)
+                raise IntegrityError(
+                    where,
+                    f"{tensor} has changed",
+                    expected=known[tensor],
+                    found=found,
+                    action="nobody may change a base in use: restore it, then start again",
+                )
 
     def _enter_tensors(
         self, path: str, specs: list[TensorSpec], digests: dict[str, str], *, changed: bool

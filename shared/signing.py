@@ -151,15 +151,15 @@ def check_signature(manifest: Manifest, key: CheckingKey, where: object) -> None
         raise IntegrityError(where, "is not signed, and this reader requires it", **_expected(key, "none"))
     said = f"{signature.get('algorithm')} by key {signature.get('key_id')}"
     if (signature.get("algorithm"), signature.get("key_id")) != (key.algorithm, key.key_id):
-        raise IntegrityError(where, "is signed otherwise; give the reader that key", **_expected(key, said))
+        raise IntegrityError(where, "is signed otherwise", **_expected(key, said))
     if any(entry.sha256 is None for entry in manifest.files):
-        raise IntegrityError(where, "is signed but lacks the SHA-256 of a file; publish again")
+        raise IntegrityError(where, "is signed but lacks the SHA-256 of a file")
     try:
         value = bytes.fromhex(signature["value"])
     except (KeyError, TypeError, ValueError):
         value = b""
     if not key.is_valid(value, _signed_bytes(manifest)):
-        raise IntegrityError(where, "has a signature that is not of these bytes; do not use this version")
+        raise IntegrityError(where, "has a signature that is not of these bytes")
 
 
 def _signed_bytes(manifest: Manifest) -> bytes:

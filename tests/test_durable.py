@@ -104,3 +104,28 @@ def test_a_stale_handle_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", open_stale)
     assert durable.read_fresh(tmp_path / "f") == b"fresh"
     assert durable.read_fresh(tmp_path / "absent") is None
+
+
+def test_links_in_a_tree_are_removed_and_not_followed(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "keep").write_bytes(b"")
+    (tmp_path / "tree" / "folder").mkdir(parents=True)
+    (tmp_path / "tree" / "folder" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "alias").symlink_to(tmp_path / "outside")
+    durable.remove_tree(tmp_path / "tree")
+    durable.remove_tree(tmp_path / "alias")
+    durable.remove_tree(tmp_path / "none")
+    assert sorted(os.listdir(tmp_path)) == ["outside"]
+    assert os.listdir(tmp_path / "outside") == ["keep"]
+
+
+def test_a_full_disk_names_the_file_the_place_and_what_to_do(tmp_path, monkeypatch):
+    def full(_descriptor, _data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with (
+        pytest.raises(OSError, match=r"No space left .* make room .*/f'"),
+        durable.NewFile(tmp_path / "f") as file,
+    ):
+        file.write(b"data")
