@@ -167,6 +167,9 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Give an immutable file a second name; where the file system has no links, copy it durably."""
     try:
         os.link(source, target)
+    except FileExistsError:  # also a lost answer to our own call that the client repeated
+        if not os.path.samefile(source, target):
+            raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

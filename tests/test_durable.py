@@ -129,3 +129,12 @@ def test_a_full_disk_names_the_file_the_place_and_what_to_do(tmp_path, monkeypat
         durable.NewFile(tmp_path / "f") as file,
     ):
         file.write(b"data")
+
+
+def test_a_lost_answer_to_a_shared_link_is_settled_and_another_file_is_not_taken(tmp_path):
+    (tmp_path / "source").write_bytes(b"data")
+    durable.link_or_copy(tmp_path / "source", tmp_path / "target")
+    durable.link_or_copy(tmp_path / "source", tmp_path / "target")
+    (tmp_path / "other").write_bytes(b"other")
+    with pytest.raises(FileExistsError):
+        durable.link_or_copy(tmp_path / "source", tmp_path / "other")
