@@ -1,0 +1,59 @@
+"""How much of an update survives the rounding to the stored dtype, docs/format.md [6].
+
+For each target tensor and in total: ||delta||, ||merged - W - delta|| / ||delta||, and the share of elements
+whose merged value equals the base's. Measured on the float64 tensors that the merge has at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """Sums from which the figures follow; they add up over tensors."""
+
+    delta_squared: float = 0.0
+    error_squared: float = 0.0
+    num_equal: int = 0
+    num_elements: int = 0
+
+    def __add__(self, other: Fidelity) -> Fidelity:
+        return Fidelity(
+            delta_squared=self.delta_squared + other.delta_squared,
+            error_squared=self.error_squared + other.error_squared,
+            num_equal=self.num_equal + other.num_equal,
+            num_elements=self.num_elements + other.num_elements,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        delta = math.sqrt(self.delta_squared)
+        return {
+            "delta_norm": delta,
+            "relative_error": math.sqrt(self.error_squared) / delta if delta else 0.0,
+            "share_equal_to_base": self.num_equal / max(1, self.num_elements),
+        }
+
+
+def measure(base: torch.Tensor, merged: torch.Tensor, rounded: torch.Tensor) -> Fidelity:
+    """`base` and `merged` in float64, `rounded` as it is published; all of one shape."""
+    widened = rounded.to(merged.dtype)
+    return Fidelity(
+        delta_squared=float(torch.sum((merged - base) ** 2)),
+        error_squared=float(torch.sum((widened - merged) ** 2)),
+        num_equal=int(torch.sum(widened == base)),
+        num_elements=base.numel(),
+    )
+
+
+def summary(by_tensor: dict[str, Fidelity]) -> dict[str, Any]:
+    """The manifest's `fidelity`: `total`, and `modules` by tensor name."""
+    total = sum(by_tensor.values(), Fidelity())
+    return {
+        "total": total.to_json(),
+        "modules": {name: value.to_json() for name, value in sorted(by_tensor.items())},
+    }

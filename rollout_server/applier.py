@@ -1,0 +1,186 @@
+"""Making a version the one that answers, as a transaction.
+
+Invariant: when a method returns or raises ApplyError, the engine holds exactly the weights of
+`state.active_version` and answers; or `state` is "unhealthy" and nothing answers. Called by the watcher, one
+call at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..shared.checkpoint import Checkpoint
+from ..shared.errors import ApplyError, WeightferryError
+from ..shared.exchange import Version
+from .adapter_check import check_adapter
+from .engine import Engine
+from .stager import Stager
+from .state import ServerState
+from .weights import ReloadPlan, WeightSet, own_weight_files, plan_reload, weight_set
+from .worker_extension import read_tensors
+
+NUM_ADAPTERS_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an apply did."""
+
+    stage_s: float
+    pause_s: float
+    tensors_applied: int
+    tensors_unchanged: int
+    bytes_applied: int
+
+
+class Applier(Protocol):
+    """One way to make a version active."""
+
+    async def apply(self, version: Version) -> Outcome: ...
+
+
+class MergedApplier:
+    """Replaces the engine's own weights by a version's merged ones."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        stager: Stager,
+        state: ServerState,
+        base: Checkpoint,
+        base_digests: dict[str, str],
+    ) -> None:
+        self._engine, self._stager, self._state, self._base = engine, stager, state, base
+        self._base_set = WeightSet.of_base(base, base_digests)
+        self._active, self._active_number = self._base_set, 0
+
+    async def apply(self, version: Version) -> Outcome:
+        started = time.monotonic()
+        wanted = await asyncio.to_thread(self._stage, version)
+        plan = plan_reload(self._active, wanted, self._base.specs)
+        staged = time.monotonic()
+        try:
+            await self._swap(plan, version)
+        except WeightferryError:
+            self._stager.drop(version.number)
+            raise
+        previous, self._active, self._active_number = self._active_number, wanted, version.number
+        self._stager.drop(previous)
+        return Outcome(
+            stage_s=staged - started,
+            pause_s=time.monotonic() - staged,
+            tensors_applied=plan.num_tensors,
+            tensors_unchanged=plan.num_unchanged,
+            bytes_applied=plan.size_bytes,
+        )
+
+    def _stage(self, version: Version) -> WeightSet:
+        manifest = version.manifest
+        if not manifest.tensors:
+            raise ApplyError(
+                "it holds no merged weights: publish 'merged' or 'both', or serve with --apply adapter"
+            )
+        staged = self._stager.stage(version, own_weight_files(manifest))
+        wanted = weight_set(manifest, staged, self._base, self._base_set)
+        for file in staged.values():
+            names = [name for name, where in wanted.files.items() if where == file]
+            for name, tensor in read_tensors(file, names):
+                if not tensor.isfinite().all():
+                    raise ApplyError(f"{name} is not finite: the training diverged")
+        return wanted
+
+    async def _swap(self, plan: ReloadPlan, version: Version) -> None:
+        """Pause, load, clear, label, resume; on failure the previous weights come back first."""
+        self._state.state = "applying"
+        try:
+            await self._engine.pause()
+            await self._load(plan)
+            await self._engine.label(str(version.number))
+            # moved before resume: no answer of the new weights can carry the old number
+            self._state.active_version = version.number
+        except Exception as error:
+            await self._restore(error)
+            raise ApplyError(str(error)) from error
+        await self._resume_or_fail()
+
+    async def _load(self, plan: ReloadPlan) -> None:
+        num_loaded = await self._engine.reload(plan.parts)
+        if num_loaded != plan.num_tensors:
+            raise ApplyError(f"{plan.num_tensors} tensors expected, {num_loaded} loaded")
+        await self._engine.reset_prefix_cache()
+
+    async def _restore(self, cause: Exception) -> None:
+        """Load all of the previous weights: after a failure the engine's state is not known."""
+        try:
+            await self._load(plan_reload(None, self._active, self._base.specs))
+            await self._engine.label(str(self._active_number))
+            self._state.active_version = self._active_number
+        except Exception as error:
+            self._state.state = "unhealthy"
+            self._state.why = (
+                f"apply failed ({cause}), and version {self._active_number} could not be restored: {error}"
+            )
+            raise ApplyError(self._state.why) from error
+        await self._resume_or_fail()
+
+    async def _resume_or_fail(self) -> None:
+        try:
+            await self._engine.resume()
+        except Exception as error:
+            self._state.state, self._state.why = "unhealthy", f"vLLM did not resume: {error}"
+            raise ApplyError(self._state.why) from error
+
+
+class AdapterApplier:
+    """Gives the public name a version's adapter; running requests finish with the one they have."""
+
+    def __init__(
+        self, engine: Engine, stager: Stager, state: ServerState, base: Checkpoint, public_name: str
+    ) -> None:
+        self._engine, self._stager, self._state, self._base = engine, stager, state, base
+        self._public_name = public_name
+        self._kept: list[tuple[int, Any]] = []
+
+    async def apply(self, version: Version) -> Outcome:
+        started = time.monotonic()
+        directory, num_tensors, size_bytes = await asyncio.to_thread(self._stage, version)
+        handle = await self._add(f"{self._public_name}@v{version.number}", directory)
+        self._engine.route_to(handle, version.number)
+        self._state.active_version = version.number
+        switched = time.monotonic()
+        self._kept.append((version.number, handle))
+        await self._drop_old()
+        return Outcome(
+            stage_s=switched - started,
+            pause_s=0.0,
+            tensors_applied=num_tensors,
+            tensors_unchanged=len(self._base.specs),
+            bytes_applied=size_bytes,
+        )
+
+    async def _add(self, name: str, directory: Path) -> Any:
+        try:
+            return await self._engine.add_adapter(name, directory)
+        except Exception as error:
+            raise ApplyError(f"vLLM refuses the adapter: {error}") from error
+
+    def _stage(self, version: Version) -> tuple[Path, int, int]:
+        entry = version.manifest.adapter
+        if entry is None:
+            raise ApplyError("it holds no adapter: publish 'adapter' or 'both', or serve with --apply merged")
+        files = [file for file in version.manifest.files if file.path.startswith(f"{entry.dir}/")]
+        self._stager.stage(version, files)
+        directory = self._stager.directory(version.number) / entry.dir.removeprefix(f"{version.dir}/")
+        num_tensors = check_adapter(directory, entry, self._base.specs)
+        return directory, num_tensors, sum(file.size_bytes for file in files)
+
+    async def _drop_old(self) -> None:
+        """Keep those that requests may still use: vLLM reads an evicted adapter's directory again."""
+        while len(self._kept) > NUM_ADAPTERS_KEPT:
+            number, handle = self._kept.pop(0)
+            await self._engine.remove_adapter(handle)
+            self._stager.drop(number)

@@ -1,0 +1,86 @@
+"""The vLLM endpoint plug-in: our routes, the version header, and the watcher's task.
+
+vLLM loads it when VLLM_PLUGINS names it (entry point group vllm.endpoint_plugins, 0.26 and newer). It acts in
+API process 0 only: a watcher per process would pause and resume against the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from typing import Any
+
+from ..shared.base import identify_base
+from ..shared.checkpoint import Checkpoint
+from ..shared.errors import UnsupportedError
+from .applier import AdapterApplier, Applier, MergedApplier
+from .engine import VllmEngine, require_tested_version
+from .settings import ServerSettings
+from .stager import Stager
+from .state import ServerState
+from .version_header import VersionHeader
+from .watcher import Watcher
+
+MIDDLEWARE = f"{VersionHeader.__module__}.{VersionHeader.__name__}"
+STATUS_PATH = "/weightferry/status"
+
+
+class RolloutPlugin:
+    """One per API server process; the protocol is vllm.plugins.endpoint_plugins.interface's."""
+
+    name = "weightferry"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        require_tested_version()
+        _show_log()
+        self._settings = ServerSettings.from_environment()
+        self._state = ServerState(apply=self._settings.apply, exchange=self._settings.exchange)
+
+    def attach_router(self, app: Any) -> None:
+        self._app = app
+        app.state.weightferry = self._state
+
+        async def status() -> dict[str, Any]:
+            return self._state.to_json()
+
+        app.add_api_route(STATUS_PATH, status, methods=["GET"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Start watching. The first look ends before the server listens, so that it starts on the newest."""
+        if engine_client is None:
+            return
+        parallel = engine_client.vllm_config.parallel_config
+        if parallel._api_process_count != 1:
+            raise UnsupportedError(
+                "weightferry needs one API server process: start with --api-server-count 1"
+            )
+        if not any(entry.cls is VersionHeader for entry in self._app.user_middleware):
+            raise UnsupportedError(
+                f"answers would not name their version: start vLLM with --middleware {MIDDLEWARE}"
+            )
+        engine = VllmEngine(engine_client, state.openai_serving_models, self._settings.deadline)
+        base = Checkpoint.open(self._settings.base or args.model)
+        identity, digests = await asyncio.to_thread(identify_base, base)
+        self._state.base = identity.to_json()
+        watcher = Watcher(self._settings, self._state, self._applier(engine, base, digests), identity)
+        await watcher.look()
+        self._task = asyncio.create_task(watcher.run())
+
+    def _applier(self, engine: VllmEngine, base: Checkpoint, digests: dict[str, str]) -> Applier:
+        stager = Stager(self._settings.make_cache_dir())
+        if self._settings.apply == "adapter":
+            return AdapterApplier(engine, stager, self._state, base, engine.public_name)
+        return MergedApplier(engine, stager, self._state, base, digests)
+
+
+def _show_log() -> None:
+    """vLLM configures its own loggers only; ours go to stderr beside them."""
+    logger = logging.getLogger("weightferry")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

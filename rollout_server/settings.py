@@ -1,0 +1,95 @@
+"""The settings of the rollout server's plug-in, from the environment: one frozen dataclass.
+
+`weightferry serve` sets these variables and starts vLLM; a plain `vllm serve` with the variables and
+`VLLM_PLUGINS=weightferry` set by hand behaves the same.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from ..shared.errors import ConfigError
+
+PREFIX = "WEIGHTFERRY_"
+APPLY_MODES = ("merged", "adapter")
+
+
+def setting(default: str | None, sentence: str) -> str:
+    """A field with its sentence; a default of None makes it required."""
+    metadata = {"sentence": sentence, "default": default}
+    return field(metadata=metadata)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """One field a variable: WEIGHTFERRY_EXCHANGE is `exchange`."""
+
+    exchange: str = setting(None, "The exchange to watch; it need not exist yet.")
+    apply: str = setting("merged", "How a version is made active: merged or adapter.")
+    base: str = setting("", "The local directory of the base; vLLM's model where empty.")
+    poll_interval_s: str = setting("0.5", "Seconds between two looks at the exchange's pointer.")
+    cache_dir: str = setting(
+        "", "A host-local directory for staged files; a private temporary one where empty."
+    )
+    deadline_s: str = setting("300", "Seconds that any single call to the engine or the exchange may take.")
+    max_tries: str = setting("3", "How often a version that fails is tried before it is refused for good.")
+
+    @property
+    def interval(self) -> float:
+        return float(self.poll_interval_s)
+
+    @property
+    def deadline(self) -> float:
+        return float(self.deadline_s)
+
+    @property
+    def tries(self) -> int:
+        return int(self.max_tries)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ServerSettings:
+        """Read and check all variables; ConfigError names the first that is wrong."""
+        values = {
+            entry.name: _read(entry.name, entry.metadata["default"], environment) for entry in fields(cls)
+        }
+        return cls(**values)
+
+    def to_environment(self) -> dict[str, str]:
+        return {variable(entry.name): getattr(self, entry.name) for entry in fields(self)}
+
+    def __post_init__(self) -> None:
+        if self.apply not in APPLY_MODES:
+            raise ConfigError(f"{variable('apply')}={self.apply!r}: expected one of {', '.join(APPLY_MODES)}")
+        for name in ("poll_interval_s", "deadline_s", "max_tries"):
+            _require_positive(name, getattr(self, name))
+
+    def make_cache_dir(self) -> Path:
+        if self.cache_dir:
+            path = Path(self.cache_dir).absolute()
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        return Path(tempfile.mkdtemp(prefix="weightferry-cache-"))
+
+
+def variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _read(name: str, default: str | None, environment: Mapping[str, str]) -> str:
+    value = environment.get(variable(name), default)
+    if not value and default is None:
+        raise ConfigError(f"{variable(name)} is not set: name the exchange to watch")
+    return value or ""
+
+
+def _require_positive(name: str, value: str) -> None:
+    try:
+        is_positive = float(value) > 0
+    except ValueError:
+        is_positive = False
+    if not is_positive:
+        raise ConfigError(f"{variable(name)}={value!r}: expected a number above 0")

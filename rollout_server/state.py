@@ -1,0 +1,78 @@
+"""What the server is doing and why: the one object that the watcher writes and the routes read."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NUM_REMEMBERED = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """One successful apply, in seconds and counts."""
+
+    number: int
+    step: int
+    stage_s: float
+    pause_s: float
+    total_s: float
+    published_to_served_s: float
+    tensors_applied: int
+    tensors_unchanged: int
+    bytes_applied: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Refusal:
+    """A version that could not be made active."""
+
+    number: int
+    reason: str
+    tries: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerState:
+    """`state`: "starting", "serving", "applying" or "unhealthy"."""
+
+    apply: str
+    exchange: str
+    state: str = "starting"
+    active_version: int = 0
+    active_step: int | None = None
+    run_id: str | None = None
+    newest_version: int = 0
+    why: str = "no version has been published yet: the base answers"
+    problem: str | None = None
+    base: dict[str, Any] | None = None
+    applied: list[Applied] = field(default_factory=list)
+    refused: dict[int, Refusal] = field(default_factory=dict)
+
+    @property
+    def unhealthy_reason(self) -> str:
+        return self.why if self.state == "unhealthy" else ""
+
+    def remember(self, applied: Applied) -> None:
+        self.applied = [*self.applied, applied][-NUM_REMEMBERED:]
+
+    def refuse(self, number: int, reason: str) -> Refusal:
+        refusal = self.refused.setdefault(number, Refusal(number=number, reason=reason, tries=0))
+        refusal.reason, refusal.tries = reason, refusal.tries + 1
+        return refusal
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "active_version": self.active_version,
+            "active_step": self.active_step,
+            "run_id": self.run_id,
+            "newest_version": self.newest_version,
+            "apply": self.apply,
+            "exchange": self.exchange,
+            "why": self.why,
+            "problem": self.problem,
+            "base": self.base,
+            "applied": [asdict(entry) for entry in self.applied],
+            "refused": [asdict(entry) for entry in self.refused.values()],
+        }

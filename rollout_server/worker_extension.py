@@ -1,0 +1,67 @@
+"""What runs inside each vLLM worker: replacing tensors, and never raising.
+
+Mixed into vLLM's worker by --worker-extension-cls. Every answer is a plain dict; an exception would leave a
+tensor-parallel executor out of step for good. Files are read, not mapped: a mapped file that is cut under the
+process kills it with SIGBUS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..shared.kill_points import reach
+from ..shared.tensor_files import read_header
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightferryWorker:
+    """Methods are collective_rpc targets; their names must not be ones that vLLM's workers have."""
+
+    def weightferry_reload(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Replace the named tensors; the caller has checked names, shapes, dtypes and closure."""
+        worker: Any = self
+        counted = _Counter(parts)
+        try:
+            worker.reload_weights(weights_iterator=iter(counted))
+        except BaseException as error:
+            from .engine import abort_reload
+
+            abort_reload(worker.model_runner.get_model())
+            return {"ok": False, "rank": worker.rank, "error": f"{type(error).__name__}: {error}"[:500]}
+        return {"ok": True, "rank": worker.rank, "num_tensors": counted.num_read}
+
+
+class _Counter:
+    """The tensors of some parts, counted as they are handed over."""
+
+    def __init__(self, parts: list[dict[str, Any]]) -> None:
+        self._parts, self.num_read = parts, 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for part in self._parts:
+            for name, tensor in read_tensors(Path(part["file"]), part["tensors"]):
+                yield name, tensor
+                self.num_read += 1
+                reach("during-apply")
+
+
+def read_tensors(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Some tensors of a safetensors file, in file order, each in memory of its own."""
+    import torch
+
+    from ..shared.tensor_bytes import TORCH_DTYPES
+
+    slots = read_header(path)
+    with path.open("rb") as file:
+        for name in sorted(names, key=lambda name: slots[name].begin):
+            slot = slots[name]
+            file.seek(slot.begin)
+            data = bytearray(slot.end - slot.begin)
+            if file.readinto(data) != len(data):
+                raise EOFError(f"{path} was cut while {name} was read")
+            flat = torch.frombuffer(data, dtype=TORCH_DTYPES[slot.spec.dtype]) if data else torch.empty(0)
+            yield name, flat.reshape(slot.spec.shape)

@@ -1,0 +1,46 @@
+"""Tiny real models with a real tokenizer, saved as checkpoint directories, for tests that need torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = [chr(code) for code in range(32, 127)]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable ASCII character; no token is added by itself."""
+    vocabulary = {token: number for number, token in enumerate((PAD, EOS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def make_tiny_model(
+    directory: Path, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """A two-layer Qwen2 (hidden 128, head size 32, the least that vLLM's CPU attention takes)."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(CHARACTERS) + 2,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.15,  # sharp enough that greedy answers differ between versions
+    )
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
