@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..shared.errors import ConfigError
+from ..shared.errors import BaseCheckpointError, ConfigError
 from .chat import chat_example
-from .example import NO_LOSS, Example, with_loss_on
+from .example import Example, with_loss_on
 from .settings import DataSettings
 
 
@@ -36,6 +36,16 @@ def load_examples(settings: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
     if not examples:
         raise ConfigError(f"{settings.path} has no rows; data.path must name a file with at least one")
     return examples
+
+
+def check_vocabulary(examples: Sequence[Example], num_embeddings: int) -> None:
+    """Refuse a tokenizer that knows tokens which the model does not."""
+    largest = max(max(example.token_ids) for example in examples)
+    if largest >= num_embeddings:
+        raise BaseCheckpointError(
+            f"the base's tokenizer makes token {largest} of these rows, and its model knows {num_embeddings} "
+            "tokens; put the tokenizer and the model of one checkpoint together"
+        )
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -86,7 +96,7 @@ def _example(row: Row, settings: DataSettings, tokenizer: PreTrainedTokenizerBas
         prompt, completion = (_text(row, column) for column in ("prompt", "completion"))
         example = _completion_example(prompt, completion, settings, tokenizer)
     cut = example.cut(settings.max_length)
-    if all(label == NO_LOSS for label in cut.labels):
+    if not cut.num_loss_tokens:
         raise ConfigError(
             f"{row.where}: nothing to learn in its first {settings.max_length} tokens, of "
             f"{len(example.token_ids)}; raise data.max_length, or take the row out"

@@ -24,7 +24,7 @@ from ..shared.checkpoint import Checkpoint
 from ..shared.errors import BaseCheckpointError, ConfigError, WeightferryError
 from ..shared.exchange import Exchange
 from .batches import Batches, MicroBatch
-from .dataset import load_examples
+from .dataset import check_vocabulary, load_examples
 from .example import NO_LOSS
 from .lora_settings import lora_config
 from .metrics import PublishReport, Reporter, StepReport
@@ -44,6 +44,7 @@ def train(settings: Settings, base: Checkpoint, ranks: Ranks) -> None:
     exchange = ranks.from_first(lambda: Exchange.open(settings.exchange, base=settings.base))
     batches = _load_batches(settings, base)
     policy = load_policy(base, settings.model, lora, seed=settings.seed)
+    check_vocabulary(batches.examples, policy.get_input_embeddings().weight.shape[0])
     policy = shard_policy(policy, ranks.mesh())
     optimizer = Optimizer(trained_parameters(policy), settings.optimizer, settings.schedule)
     torch.manual_seed(settings.seed + 1 + ranks.rank)  # dropout differs among ranks
@@ -169,12 +170,19 @@ def _load_batches(settings: Settings, base: Checkpoint) -> Batches:
 
 def _load_tokenizer(base: Checkpoint) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(base.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(base.path, local_files_only=True)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise BaseCheckpointError(
             f"{base.path} has no tokenizer that can be loaded: {first_line}; add the tokenizer's files"
         ) from None
+    if not tokenizer(
+        "text", add_special_tokens=False
+    ).input_ids:  # of no files transformers makes an empty one
+        raise BaseCheckpointError(
+            f"{base.path} has no tokenizer with a vocabulary; add the tokenizer's files"
+        )
+    return tokenizer
 
 
 def _opening(settings: Settings, ranks: Ranks, batches: Batches) -> str:
