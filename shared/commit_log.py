@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from .digest import canonical_json
+from .digest import canonical_json, xxh3_128
 from .errors import FormatError, IntegrityError, WriterFencedError
 from .manifest import FORMAT, check_format, check_path, read_json_object
 from .store import Store
@@ -58,18 +58,24 @@ class LogEntry:
     target: int | None = None
     watermark: int | None = None
     kept: tuple[int, ...] | None = None
+    xxh3_128: str | None = None
     format: int = FORMAT
 
     @property
     def retention(self) -> Retention | None:
         return None if self.watermark is None else Retention(watermark=self.watermark, kept=self.kept or ())
 
+    @property
+    def digest(self) -> str:
+        """What `xxh3_128` must be: that of the canonical bytes without it."""
+        return xxh3_128(canonical_json(asdict(self) | {"xxh3_128": None}))
+
     def to_bytes(self) -> bytes:
-        return canonical_json(asdict(self))
+        return canonical_json(asdict(self) | {"xxh3_128": self.digest})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: object) -> LogEntry:
-        """Parse an entry; `where` is its full name, of which the last part must be its slot's."""
+        """Parse and check an entry; `where` is its full name, of which the last part must be its slot's."""
         value = read_json_object(data, where)
         check_format(value, where)
         try:
@@ -81,6 +87,11 @@ class LogEntry:
         if entry.kind not in KINDS or slot != str(where).rpartition("/")[2]:
             raise FormatError(
                 f"{where} says kind {entry.kind!r}, number {entry.number}: not what its name promises"
+            )
+        if entry.xxh3_128 != entry.digest:
+            action = "restore the file from a copy; until then nothing of this exchange can be trusted"
+            raise IntegrityError(
+                where, "has other bytes", expected=entry.xxh3_128, found=entry.digest, action=action
             )
         if entry.kind == "version":
             check_path(entry.dir)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from weightferry.shared.base import BaseIdentity
 from weightferry.shared.commit_log import LogEntry
-from weightferry.shared.errors import FormatError
+from weightferry.shared.errors import FormatError, IntegrityError
 from weightferry.shared.manifest import (
     AdapterEntry,
     AdapterModule,
@@ -89,7 +90,11 @@ def test_golden_bytes_of_a_log_entry(tmp_path):
         kept=(7,),
     )
     assert entry.to_bytes() == golden("000000000042.json")
-    assert LogEntry.from_bytes(golden("000000000042.json"), tmp_path / "000000000042.json") == entry
+    read = LogEntry.from_bytes(golden("000000000042.json"), tmp_path / "000000000042.json")
+    assert replace(read, xxh3_128=None) == entry
+    data = golden("000000000042.json").replace(b'"watermark": 40', b'"watermark": 41')
+    with pytest.raises(IntegrityError, match=r"has other bytes: .* restore the file"):
+        LogEntry.from_bytes(data, tmp_path / "000000000042.json")
     with pytest.raises(FormatError, match="not what its name promises"):
         LogEntry.from_bytes(golden("000000000042.json"), tmp_path / "000000000041.json")
 

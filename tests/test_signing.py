@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -60,8 +61,8 @@ def forge(version, change) -> None:
     change(value)
     path.write_bytes(canonical_json(value))
     entry = version.exchange_path / "log" / f"{version.number:012d}.json"
-    changed = json.loads(entry.read_bytes()) | {"manifest_sha256": manifest_id(path.read_bytes())}
-    entry.write_bytes(canonical_json(changed))
+    changed = replace(version.entry, manifest_sha256=manifest_id(path.read_bytes()))
+    entry.write_bytes(changed.to_bytes())
 
 
 def test_a_signed_version_is_read_with_and_without_the_key(signed, key_files, tmp_path):
