@@ -133,14 +133,14 @@ def test_only_one_module_makes_things_durable():
     assert found == {"shared/durable.py"}
 
 
-def test_no_room_but_the_rollout_server_touches_vllm():
-    users = {path for path in product_files() if "vllm" in top_level_packages(path)}
-    assert {path.parent.name for path in users} <= {"rollout_server"}
+def test_only_one_module_touches_vllm():
+    users = {name_of(path) for path in product_files() if "vllm" in top_level_packages(path)}
+    assert users == {"rollout_server/engine.py"}
 
 
-def test_in_the_exchange_only_the_merge_rule_knows_torch():
+def test_in_the_exchange_only_the_merge_rule_and_the_bytes_of_tensors_know_torch():
     users = {path.name for path in (ROOT / "shared").glob("*.py") if "torch" in top_level_packages(path)}
-    assert users <= {"merge.py"}
+    assert users == {"merge.py", "tensor_bytes.py"}
 
 
 def test_every_folder_of_python_files_is_a_package_that_ships():
