@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format build clean
+.PHONY: help setup demo test test-slow chaos check format build clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: setup ## the tests, without the slow ones (ARGS="-k words" to choose)
 
 test-slow: setup ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+chaos: setup ## thousands of seeded faults on exchanges, and a table of outcomes (ARGS="--rounds 5000 --seed 7")
+	@$(BIN)/python tests/chaos.py $(ARGS)
 
 check: setup ## formatting, lint and types
 	@$(BIN)/ruff format --check --quiet . || { echo "check: run \`make format\`" >&2; exit 1; }

@@ -24,6 +24,7 @@ from .store import Store
 LOG_NAME = "log"
 KINDS = ("epoch", "version", "retention", "pin", "unpin")
 _DIGITS = 12
+_RESTORE = "restore the file from a copy, or start a new exchange: this one cannot be trusted without it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +84,17 @@ class LogEntry:
             entry = cls(**value | {"kept": None if kept is None else tuple(kept)})
             slot = slot_name(entry.number)
         except (TypeError, ValueError) as error:
-            raise FormatError(f"{where} is not a log entry of format {FORMAT}: {error}") from None
+            raise FormatError(
+                f"{where} is not a log entry of format {FORMAT} ({error}); {_RESTORE}"
+            ) from None
         if entry.kind not in KINDS or slot != str(where).rpartition("/")[2]:
             raise FormatError(
-                f"{where} says kind {entry.kind!r}, number {entry.number}: not what its name promises"
+                f"{where} says kind {entry.kind!r}, number {entry.number}, not what its name promises; "
+                f"{_RESTORE}"
             )
         if entry.xxh3_128 != entry.digest:
-            action = "restore the file from a copy; until then nothing of this exchange can be trusted"
             raise IntegrityError(
-                where, "has other bytes", expected=entry.xxh3_128, found=entry.digest, action=action
+                where, "has other bytes", expected=entry.xxh3_128, found=entry.digest, action=_RESTORE
             )
         if entry.kind == "version":
             check_path(entry.dir)

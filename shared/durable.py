@@ -28,9 +28,20 @@ def sync_directory(path: Path) -> None:
     """Make the names inside a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with _failures_named(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _failures_named(path: Path) -> Iterator[None]:
+    """The kernel says neither which file an open descriptor is, nor what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = f"{error.strerror}: make room or mend the disk, then try again"
+        raise OSError(error.errno, advice, str(path)) from error
 
 
 def make_directory(path: Path) -> None:
@@ -65,7 +76,7 @@ class NewFile:
             block = view[start : start + WRITE_BLOCK_BYTES]
             self.digest.update(block)
             while block:
-                with self._failures_named():
+                with _failures_named(self.path):
                     block = block[os.write(self._descriptor, block) :]
 
     @property
@@ -82,7 +93,7 @@ class NewFile:
         is_whole = False
         try:
             if kind is None:
-                with self._failures_named():
+                with _failures_named(self.path):
                     if self._sync:
                         os.fsync(self._descriptor)  # on NFS only fsync reports a full disk
                 is_whole = True
@@ -94,16 +105,6 @@ class NewFile:
     def _remove(self) -> None:
         with suppress(OSError):
             os.unlink(self.path)
-
-    @contextmanager
-    def _failures_named(self) -> Iterator[None]:
-        """The kernel's error does not say which file it was, nor what to do."""
-        try:
-            yield
-        except OSError as error:
-            what = f"{error.strerror} within the first {self.size_bytes} bytes; the file was given up: "
-            advice = f"{what}make room or mend the disk, then try again"
-            raise OSError(error.errno, advice, str(self.path)) from error
 
 
 @contextmanager

@@ -54,6 +54,11 @@ class Version:
         """The version's directory; UnsupportedError where there is none (a bucket)."""
         return self.exchange_path / self.dir
 
+    def leads_out(self, path: str) -> bool:
+        """Whether a file of the exchange is really elsewhere, by a symbolic link; such are refused."""
+        root = self.store.path
+        return root is not None and not (root / path).resolve().is_relative_to(root.resolve())
+
     @cached_property
     def manifest(self) -> Manifest:
         """IntegrityError when it is missing, not the one that the log names, or not signed as required."""
@@ -233,7 +238,7 @@ def _read_identity(store: Store) -> _Identity:
         base = BaseIdentity.from_json(value["base"])
         return _Identity(exchange_id=value["exchange_id"], base=base, created=value["created"])
     except KeyError as error:
-        raise FormatError(f"{where} lacks {error}") from None
+        raise FormatError(f"{where} lacks {error}; restore it, or start a new exchange") from None
 
 
 def _create(store: Store, base: BaseIdentity) -> None:

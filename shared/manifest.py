@@ -18,6 +18,7 @@ from .errors import FormatError, IntegrityError
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 PUBLISHED_KINDS = ("merged", "adapter", "both")
+_DAMAGED = "it is damaged: run `weightferry verify` to see what else is, and what to do"
 _SAFE_PATH = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*\Z")
 _DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 
@@ -145,7 +146,7 @@ class Manifest:
         try:
             manifest = _build(value)
         except (TypeError, KeyError, ValueError) as error:
-            raise FormatError(f"{where} is not a manifest of format {FORMAT}: {error}") from None
+            raise FormatError(f"{where} is not a manifest of format {FORMAT} ({error}); {_DAMAGED}") from None
         _check_manifest(manifest, where)
         return manifest
 
@@ -160,9 +161,9 @@ def read_json_object(data: bytes, where: object) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as error:
-        raise FormatError(f"{where} is not JSON: {error}") from None
+        raise FormatError(f"{where} is not JSON ({error}); {_DAMAGED}") from None
     if not isinstance(value, dict):
-        raise FormatError(f"{where} holds no JSON object")
+        raise FormatError(f"{where} holds no JSON object; {_DAMAGED}")
     return value
 
 

@@ -55,6 +55,8 @@ def local_name(version: Version, path: str) -> str:
 def _copy(version: Version, entry: FileEntry, directory: Path) -> None:
     where = version.store.where(entry.path)
     target = directory / local_name(version, entry.path)
+    if version.leads_out(entry.path):
+        raise IntegrityError(where, "leads out of the exchange")
     signed = entry.sha256 is not None
     try:
         with version.store.open(entry.path) as source, durable.NewFile(target, sha256=signed) as file:

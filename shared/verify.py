@@ -126,7 +126,7 @@ def _check_files(version: Version, manifest: Manifest) -> Iterator[Finding]:
     store = version.store
     for entry in manifest.files:
         where = store.where(entry.path)
-        if leads_out(version, entry.path):
+        if version.leads_out(entry.path):
             yield Finding(path=where, problem="leads out of the exchange")
             continue
         try:
@@ -140,19 +140,13 @@ def _check_files(version: Version, manifest: Manifest) -> Iterator[Finding]:
             yield Finding(path=where, problem=f"cannot be read ({error})")
 
 
-def leads_out(version: Version, path: str) -> bool:
-    """Whether a file of the exchange is really elsewhere, by a symbolic link."""
-    root = version.store.path
-    return root is not None and not (root / path).resolve().is_relative_to(root.resolve())
-
-
 def _check_tensors(version: Version, manifest: Manifest) -> Iterator[Finding]:
     by_file: dict[str, list[TensorEntry]] = {}
     for entry in manifest.tensors:
         by_file.setdefault(entry.file, []).append(entry)
     for path, entries in sorted(by_file.items()):
         size_bytes = version.store.size(path)
-        if size_bytes is None or leads_out(version, path):
+        if size_bytes is None or version.leads_out(path):
             continue  # already a finding of _check_files
         where = version.store.where(path)
         try:

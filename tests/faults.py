@@ -68,7 +68,7 @@ class FullAt(Fault):
     def around(self, name: str, call: Callable, arguments: tuple, options: dict) -> Any:
         if name == "open" and arguments[1] & os.O_CREAT:
             if self.is_full:
-                raise OSError(self._error, os.strerror(self._error))
+                raise OSError(self._error, os.strerror(self._error), str(arguments[0]))
             self._num_files += 1
             self._in_file = self._num_files == self._file
         if name == "write" and self._in_file:
@@ -135,7 +135,12 @@ class SilentBeat:
     last_error = None
 
     def __init__(self, store: Any, path: str, content: Callable[[int], dict], _ttl_s: float) -> None:
-        store.replace(path, canonical_json(content(0)))
+        self._store, self._path, self._content, self._count = store, path, content, -1
+        self.beat()
+
+    def beat(self) -> None:
+        self._count += 1
+        self._store.replace(self._path, canonical_json(self._content(self._count)))
 
     def close(self) -> None:
         pass
