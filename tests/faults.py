@@ -11,7 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 from weightferry.shared.digest import canonical_json
@@ -130,20 +130,23 @@ class _Calls:
 
 
 class SilentBeat:
-    """A beat that writes its file once and has no thread."""
+    """A beat without a thread: it writes its file when it is made, and when a test says `beat`."""
 
+    living: ClassVar[list[SilentBeat]] = []
     last_error = None
 
     def __init__(self, store: Any, path: str, content: Callable[[int], dict], _ttl_s: float) -> None:
         self._store, self._path, self._content, self._count = store, path, content, -1
         self.beat()
+        self.living.append(self)
 
     def beat(self) -> None:
         self._count += 1
         self._store.replace(self._path, canonical_json(self._content(self._count)))
 
     def close(self) -> None:
-        pass
+        if self in self.living:
+            self.living.remove(self)
 
 
 @contextmanager
