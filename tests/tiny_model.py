@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -42,5 +50,43 @@ def make_tiny_model(
         initializer_range=0.15,  # sharp enough that greedy answers differ between versions
     )
     Qwen2ForCausalLM(config).to(dtype).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_odd_model(directory: Path) -> Path:
+    """A Qwen2 whose sizes (60, 100, 97) leave ranks uneven rows, and some of four ranks none of a bias."""
+    return _save(
+        Qwen2ForCausalLM,
+        Qwen2Config(**_SIZES | {"hidden_size": 60, "intermediate_size": 100, "vocab_size": 97}),
+        directory,
+    )
+
+
+def make_tiny_moe(directory: Path) -> Path:
+    """A Qwen3-MoE of 4 experts, top 2: fused in memory, one tensor an expert and projection on disk."""
+    moe = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_SIZES | {"hidden_size": 64} | moe), directory)
+
+
+_SIZES = {
+    "vocab_size": len(CHARACTERS) + 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.15,  # sharp enough that greedy answers differ between versions
+}
+
+
+def _save(kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path) -> Path:
+    torch.manual_seed(0)
+    kind(config).to(torch.bfloat16).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory
