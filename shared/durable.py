@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -52,6 +53,13 @@ def make_directory(path: Path) -> None:
     with suppress(FileExistsError):
         os.mkdir(path)
     sync_directory(path.parent)
+
+
+def let_group_write(path: Path) -> None:
+    """Let the group that can read a directory make files in it, whatever the umask of its maker."""
+    mode = path.stat().st_mode
+    if mode & stat.S_IRGRP and not mode & stat.S_IWGRP:
+        path.chmod(stat.S_IMODE(mode) | stat.S_IWGRP)
 
 
 class NewFile:

@@ -244,7 +244,7 @@ def _read_identity(store: Store) -> _Identity:
 def _create(store: Store, base: BaseIdentity) -> None:
     """Make the directories and `latest.json` first, `exchange.json` last: it is what makes an exchange."""
     for name in (LOG_NAME, READERS_NAME, BASE_NAME, VERSIONS_NAME):
-        store.make_directory(name)
+        store.make_directory(name, group_writes=name == READERS_NAME)
     identity = _Identity(exchange_id=uuid.uuid4().hex, base=base, created=now())
     with suppress(FileExistsError):
         store.create(LATEST_NAME, canonical_json({"format": FORMAT, "number": 0}))

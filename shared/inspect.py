@@ -45,13 +45,15 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_ls(args: argparse.Namespace) -> int:
     exchange = Exchange.open(args.exchange)
-    rows = [_row(version) for version in exchange.versions()]
+    rows = [
+        _row(version) | {"pinned": version.number in exchange.log.pinned} for version in exchange.versions()
+    ]
     if args.json:
         _print_json(rows)
     elif not rows:
         print(f"{exchange.store.where('')} has no version yet; its base is {exchange.base}")
     else:
-        columns = ("number", "step", "run_id", "published", "changed", "total", "created")
+        columns = ("number", "step", "run_id", "published", "pinned", "changed", "total", "created")
         _print_table(columns, ([_cell(row[column]) for column in columns] for row in rows))
     return 1 if any(row["problem"] for row in rows) else 0
 
@@ -172,6 +174,8 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "-"
     if value is None:
         return "-"
     return _size(value) if isinstance(value, int) and value >= 1000 else str(value)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from .beat import Beat
-from .errors import FormatError, VersionNotFoundError
+from .errors import ConfigError, FormatError, VersionNotFoundError
 from .manifest import FORMAT, check_format, read_json_object
 from .process import is_gone_from_this_host, process_identity
 from .store import Store
@@ -44,7 +44,13 @@ class Lease:
         self.path = f"{READERS_NAME}/{self.reader}.json"
 
     def __enter__(self) -> Lease:
-        self._beat = Beat(self._store, self.path, self._content, self._ttl_s)
+        try:
+            self._beat = Beat(self._store, self.path, self._content, self._ttl_s)
+        except PermissionError as error:
+            raise ConfigError(
+                f"{self._store.where(READERS_NAME)}: a reader must leave its lease here, or its version "
+                f"could be deleted meanwhile; this user may not: let its group write (chmod g+w): {error}"
+            ) from None
         try:
             retained = self._is_retained()
         except BaseException:

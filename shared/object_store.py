@@ -98,7 +98,7 @@ class ObjectStore:
         prefix = self._key(directory) + "/"  # some servers list the directory itself as if it were an object
         return sorted(key.removeprefix(f"{self._root}/") for key in found if key.startswith(prefix))
 
-    def make_directory(self, path: str) -> None:
+    def make_directory(self, path: str, *, group_writes: bool = False) -> None:
         """Prefixes need no making."""
 
     def remove(self, path: str) -> None:

@@ -89,7 +89,9 @@ class Store(Protocol):
         """Every file below a directory, at any depth, as paths below the exchange."""
         ...
 
-    def make_directory(self, path: str) -> None: ...
+    def make_directory(self, path: str, *, group_writes: bool = False) -> None:
+        """Make it and its parents; `group_writes` lets other users of the same group make files there."""
+        ...
 
     def remove(self, path: str) -> None:
         """Remove a file; one that is gone is fine."""
@@ -155,8 +157,10 @@ class LocalStore:
         )
         return sorted(str(path.relative_to(self.path)) for path in found)
 
-    def make_directory(self, path: str) -> None:
+    def make_directory(self, path: str, *, group_writes: bool = False) -> None:
         durable.make_directory(self.path / path)
+        if group_writes:
+            durable.let_group_write(self.path / path)
 
     def remove(self, path: str) -> None:
         durable.remove_file(self.path / path)
