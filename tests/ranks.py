@@ -7,8 +7,9 @@
         assert total.item() == 1
 
 The body runs once on each rank, with the fixtures as arguments (they travel pickled). `run_on_ranks` does the
-same for a function of the test's file and returns what each rank returned. Processes fork from a server that
-has imported torch, transformers and PEFT already, so that a run costs a fraction of a second.
+same for a function at the top of any file and returns what each rank returned. Processes fork from a server
+that has imported torch, transformers and PEFT already, so that a run costs a fraction of a second. A single
+rank gets no process group: it is the undistributed case.
 """
 
 from __future__ import annotations
@@ -137,10 +138,11 @@ def _run(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        deadline = datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S)
-        dist.init_process_group(
-            "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=deadline
-        )
+        if world_size > 1:
+            deadline = datetime.timedelta(seconds=COLLECTIVE_DEADLINE_S)
+            dist.init_process_group(
+                "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=deadline
+            )
         outlet.send((True, _load(*place)(*arguments, **options)))
     except BaseException:
         outlet.send((False, traceback.format_exc()))

@@ -47,6 +47,15 @@ def test_what_each_rank_returned_comes_back():
     assert run_on_ranks(rank_and, "x", world_size=3) == [(0, "x"), (1, "x"), (2, "x")]
 
 
+def has_group() -> bool:
+    return dist.is_initialized()
+
+
+def test_a_single_rank_is_the_undistributed_case():
+    assert run_on_ranks(has_group, world_size=1) == [False]
+    assert run_on_ranks(has_group, world_size=2) == [True, True]
+
+
 def test_a_rank_that_fails_fails_the_run_with_its_traceback():
     with pytest.raises(AssertionError, match=r"rank 1: Traceback[^$]*as it must"):
         run_on_ranks(fail_on_rank_1, world_size=2)
