@@ -73,6 +73,19 @@ def require_tested_version() -> str:
     raise UnsupportedError("vLLM is not installed; install weightferry[server] (GPU) or weightferry[cpu]")
 
 
+def prepare_process() -> None:
+    """Ask Linux for AMX in every vLLM process that may use it; the entry point vllm.general_plugins.
+
+    vLLM's CPU attention picks its AMX kernel for bfloat16 without asking (vllm 0.32, v1/attention/backends/
+    cpu_attn.py `_get_attn_isa`): where nothing else has asked before, the first prompt of 8 tokens or more
+    ends the engine with SIGILL. Can go when vLLM asks itself.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 class VllmEngine:
     """The running vLLM behind an API server."""
 
