@@ -203,7 +203,7 @@ def test_a_pin_that_comes_too_late_is_refused(exchange, five):
     late = Exchange.open(exchange.path)
     late.versions()
     Pruner(exchange, RetentionPolicy(keep=1)).give_up()
-    with pytest.raises(VersionNotFoundError, match="retention has passed it.; it has 6"):
+    with pytest.raises(VersionNotFoundError, match=r"retention has passed it.; it has 6"):
         pin(late, five[0].number)
 
 
