@@ -13,6 +13,9 @@ commit          the creation of the version's log entry; the one act by which a 
 log             dense, numbered, exclusively created entries: the truth about epochs and versions
 epoch           the reign of one writer; an older writer cannot append after a newer epoch
 writer          the one process (rank 0 of a trainer) that may publish into an exchange
+store           the place an exchange lies in: a directory, or a prefix of a bucket
+retained        kept by the newest word of the log on retention; what is not may be deleted
+pin             an entry of the log by which people keep a version for good
 lease           a reader's sign that it is reading a version, so that nobody deletes it
 apply           what a server does to make a version the one that answers
 active version  the version whose weights answer now

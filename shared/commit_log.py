@@ -81,7 +81,8 @@ class LogEntry:
         check_format(value, where)
         try:
             kept = value.get("kept")
-            entry = cls(**value | {"kept": None if kept is None else tuple(kept)})
+            fields: dict[str, Any] = value | {"kept": None if kept is None else tuple(kept)}
+            entry = cls(**fields)
             slot = slot_name(entry.number)
         except (TypeError, ValueError) as error:
             raise FormatError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import xxhash
 
@@ -15,6 +15,12 @@ READ_BLOCK_BYTES = 8 << 20
 def xxh3_128(data: bytes | bytearray | memoryview) -> str:
     """The xxh3-128 digest of a contiguous buffer, as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+class Readable(Protocol):
+    """What is open for reading."""
+
+    def read(self, size: int = -1, /) -> bytes | None: ...
 
 
 class FileDigest:
@@ -46,12 +52,12 @@ def file_xxh3_128(path: Path) -> str:
         return stream_xxh3_128(file)
 
 
-def stream_xxh3_128(file: BinaryIO) -> str:
+def stream_xxh3_128(file: Readable) -> str:
     """The xxh3-128 digest of what is left of an open file, read in blocks."""
     return read_through(file, FileDigest()).xxh3_128
 
 
-def read_through(file: BinaryIO, digest: FileDigest) -> FileDigest:
+def read_through(file: Readable, digest: FileDigest) -> FileDigest:
     """Digest what is left of an open file."""
     while block := file.read(READ_BLOCK_BYTES):
         digest.update(block)

@@ -164,12 +164,13 @@ def _replace_once(path: Path, data: bytes, *, sync: bool) -> None:
         sync_directory(path.parent)
 
 
-def appear(unfinished: Path, final: Path) -> None:
-    """Give a finished directory its name, durably; OSError if something has that name."""
-    for directory, _, _ in os.walk(unfinished):
+def appear(unfinished: Path, final: Path, *, sync: bool = True) -> None:
+    """Give a finished directory its name; OSError if something has that name."""
+    for directory, _, _ in os.walk(unfinished) if sync else ():
         sync_directory(Path(directory))
     os.rename(unfinished, final)
-    sync_directory(final.parent)
+    if sync:
+        sync_directory(final.parent)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -20,11 +20,12 @@ FILES_AT_ONCE = 4
 COPY_BLOCK_BYTES = 16 << 20
 
 
-def materialize(version: Version, directory: Path) -> Path:
+def materialize(version: Version, directory: Path, *, sync: bool = True) -> Path:
     """Copy a version's files into `directory`, which must not exist; returns it.
 
-    Shards that the version shares with the base come along under their names in the index. Raises
-    IntegrityError, and leaves nothing, when a file is missing or not what the manifest says.
+    Shards that the version shares with the base come along under their names in the index. `sync=False` is
+    for caches, which a power cut may tear: they are checked again or thrown away. Raises IntegrityError, and
+    leaves nothing, when a file is missing or not what the manifest says.
     """
     if directory.exists():
         raise ConfigError(f"{directory} is there already; give a directory that does not exist yet")
@@ -34,12 +35,15 @@ def materialize(version: Version, directory: Path) -> Path:
     try:
         for entry in manifest.files:
             durable.make_directory((unfinished / local_name(version, entry.path)).parent)
-        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="materialize") as pool:
-            for copied in [pool.submit(_copy, version, entry, unfinished) for entry in manifest.files]:
+        # In a bucket the ranges of one file are fetched at the same time; more threads only get in their way.
+        at_once = FILES_AT_ONCE if version.store.path is not None else 1
+        with ThreadPoolExecutor(at_once, thread_name_prefix="materialize") as pool:
+            copies = [pool.submit(_copy, version, entry, unfinished, sync) for entry in manifest.files]
+            for copied in copies:
                 copied.result()
-        with durable.NewFile(unfinished / MANIFEST_NAME) as file:
+        with durable.NewFile(unfinished / MANIFEST_NAME, sync=sync) as file:
             file.write(manifest.to_bytes())
-        durable.appear(unfinished, directory)
+        durable.appear(unfinished, directory, sync=sync)
     except BaseException:
         durable.remove_tree(unfinished)
         raise
@@ -52,14 +56,17 @@ def local_name(version: Version, path: str) -> str:
     return path.removeprefix(prefix) if path.startswith(prefix) else path.rpartition("/")[2]
 
 
-def _copy(version: Version, entry: FileEntry, directory: Path) -> None:
+def _copy(version: Version, entry: FileEntry, directory: Path, sync: bool) -> None:
     where = version.store.where(entry.path)
     target = directory / local_name(version, entry.path)
     if version.leads_out(entry.path):
         raise IntegrityError(where, "leads out of the exchange")
     signed = entry.sha256 is not None
     try:
-        with version.store.open(entry.path) as source, durable.NewFile(target, sha256=signed) as file:
+        with (
+            version.store.open(entry.path) as source,
+            durable.NewFile(target, sha256=signed, sync=sync) as file,
+        ):
             while block := source.read(COPY_BLOCK_BYTES):
                 file.write(block)
     except FileNotFoundError:

@@ -13,12 +13,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 from .errors import UnsupportedError, WeightferryError
+from .ranged_reader import RangedReader
 from .upload import BufferedUpload, MultipartUpload
 
-READ_BLOCK_BYTES = 16 << 20
 _CREATE_TRIES = 5
 _FIRST_PAUSE_S = 0.2
 _PROOF = "log/.tmp-proof-"  # hidden from listings; gone again at once
@@ -76,12 +76,19 @@ class ObjectStore:
     def seal(self, directories: Iterable[str]) -> None:
         """An object is durable once its upload was acknowledged."""
 
-    @contextmanager
-    def open(self, path: str) -> Iterator[BinaryIO]:
-        with self._errors_of("read", path):
-            options = {"block_size": READ_BLOCK_BYTES, "cache_type": "readahead"}
-            with self._fs.open(self._key(path), "rb", **options) as file:
-                yield file
+    def open(self, path: str) -> RangedReader:
+        size_bytes, key = self.size(path), self._key(path)
+        if size_bytes is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.where(path))
+
+        def fetch(begin: int, end: int) -> bytes:
+            with self._errors_of("read", path):
+                data = self._fs.cat_file(key, start=begin, end=end)
+            if len(data) != end - begin:
+                raise OSError(errno.EIO, f"{end - begin} bytes expected, {len(data)} found", self.where(path))
+            return data
+
+        return RangedReader(fetch, size_bytes)
 
     def size(self, path: str) -> int | None:
         with self._errors_of("look at", path):

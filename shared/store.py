@@ -14,6 +14,7 @@ from typing import BinaryIO, Protocol
 
 from . import durable
 from .digest import FileDigest
+from .ranged_reader import RangedReader
 
 Buffer = bytes | bytearray | memoryview
 
@@ -77,7 +78,7 @@ class Store(Protocol):
         """Make the names inside these directories durable."""
         ...
 
-    def open(self, path: str) -> AbstractContextManager[BinaryIO]:
+    def open(self, path: str) -> BinaryIO | RangedReader:
         """A large file for reading and seeking, never memory-mapped; FileNotFoundError if there is none."""
         ...
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import IntegrityError
+from .ranged_reader import RangedReader
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
@@ -94,7 +95,7 @@ def read_header(path: Path) -> dict[str, TensorSlot]:
         raise IntegrityError(path, "is missing") from None
 
 
-def read_open_header(file: BinaryIO, size_bytes: int, path: object) -> dict[str, TensorSlot]:
+def read_open_header(file: BinaryIO | RangedReader, size_bytes: int, path: object) -> dict[str, TensorSlot]:
     """As `read_header`, for a file open at its start; `path` names it in errors."""
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0

@@ -17,6 +17,7 @@ from .digest import read_through, xxh3_128
 from .errors import ExchangeError, IntegrityError
 from .exchange import LATEST_NAME, Exchange, Version
 from .manifest import MANIFEST_NAME, Manifest, TensorEntry
+from .ranged_reader import RangedReader
 from .tensor_files import TensorSlot, TensorSpec, read_open_header
 
 
@@ -159,7 +160,7 @@ def _check_tensors(version: Version, manifest: Manifest) -> Iterator[Finding]:
 
 
 def _compare_tensors(
-    file: BinaryIO, where: str, size_bytes: int, entries: list[TensorEntry]
+    file: BinaryIO | RangedReader, where: str, size_bytes: int, entries: list[TensorEntry]
 ) -> Iterator[Finding]:
     slots = read_open_header(file, size_bytes, where)
     named = {entry.name for entry in entries}
@@ -170,7 +171,7 @@ def _compare_tensors(
 
 
 def _compare_tensor(
-    file: BinaryIO, where: str, slot: TensorSlot | None, entry: TensorEntry
+    file: BinaryIO | RangedReader, where: str, slot: TensorSlot | None, entry: TensorEntry
 ) -> Iterator[Finding]:
     spec = TensorSpec(name=entry.name, dtype=entry.dtype, shape=entry.shape)
     if slot is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from audit import audit
+from faults import SilentBeat
 from tiny_exchange import make_base, publish
 
 from weightferry.shared.errors import IntegrityError, WeightferryError
@@ -105,9 +106,12 @@ class World:
         for _ in range(2):
             pruner.advance()
             self.clock.now += 31
-            for lease in self.leases.values():
-                lease._beat.beat()
+            for beat in [beat for beat in SilentBeat.living if beat.path in self._live_paths()]:
+                beat.beat()
         pruner.advance()
+
+    def _live_paths(self) -> set[str]:
+        return {lease.path for lease in self.leases.values()}
 
     def give_back(self, number: int) -> None:
         self.leases.pop(number).__exit__(None, None, None)
@@ -138,7 +142,7 @@ class World:
             elif version.manifest.to_bytes() != self.truth[version.number]["manifest.json"]:
                 raise Broken(f"TORN version {version.number} is another than was committed")
 
-    def in_child(self, act: Callable[[], None]) -> tuple[str, str]:
+    def in_child(self, act: Callable[[], object]) -> tuple[str, str]:
         """Run something in a forked process: ("killed" | "done" | "refused", message)."""
         reader, writer = os.pipe()
         pid = os.fork()
@@ -156,7 +160,7 @@ class World:
             raise Broken(message)
         return ("refused" if os.WEXITSTATUS(status) == REFUSED else "done"), message
 
-    def _be_child(self, act: Callable[[], None], pipe: int) -> None:
+    def _be_child(self, act: Callable[[], object], pipe: int) -> None:
         code, message = 0, ""
         try:
             act()

@@ -136,13 +136,13 @@ class SilentBeat:
     last_error = None
 
     def __init__(self, store: Any, path: str, content: Callable[[int], dict], _ttl_s: float) -> None:
-        self._store, self._path, self._content, self._count = store, path, content, -1
+        self._store, self.path, self._content, self._count = store, path, content, -1
         self.beat()
         self.living.append(self)
 
     def beat(self) -> None:
         self._count += 1
-        self._store.replace(self._path, canonical_json(self._content(self._count)))
+        self._store.replace(self.path, canonical_json(self._content(self._count)))
 
     def close(self) -> None:
         if self in self.living:

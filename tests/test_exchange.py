@@ -210,7 +210,8 @@ def test_a_lease_stands_while_a_version_is_open_and_is_gone_after(exchange):
 
 def test_a_gap_in_the_log_stops_the_next_writer(exchange):
     with writing(exchange) as writer:
-        publish(writer, 1), publish(writer, 2)
+        publish(writer, 1)
+        publish(writer, 2)
     (exchange.path / "log" / "000000000002.json").unlink()
     with (
         pytest.raises(IntegrityError, match=r"000000000002\.json: is missing, yet 000000000003\.json"),

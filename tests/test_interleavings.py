@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from audit import audit
 from faults import Crash, CrashAt, SilentBeat, posix_calls, silent_beats
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -148,7 +148,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0, 6]), crash=crash_points)
     def delete(self, seconds, crash):
         self.now += seconds
-        for beat in [beat for beat in SilentBeat.living if beat._path.startswith("readers/")]:
+        for beat in [beat for beat in SilentBeat.living if beat.path.startswith("readers/")]:
             beat.beat()
         if crash is None:
             self.pruner.advance()
@@ -190,7 +190,8 @@ def run_machine(examples: int, steps: int) -> None:
             stateful_step_count=steps,
             deadline=None,
             derandomize=True,
-            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         ),
     )
 

@@ -60,8 +60,10 @@ def test_all_damage_is_found_and_not_only_the_first(version):
 def test_two_shards_with_swapped_names_are_found(version):
     first, second = version.path / "layer-00000.safetensors", version.path / "outer.same.safetensors"
     first_bytes, second_bytes = first.read_bytes(), second.read_bytes()
-    first.unlink(), second.unlink()
-    first.write_bytes(second_bytes), second.write_bytes(first_bytes)
+    first.unlink()
+    second.unlink()
+    first.write_bytes(second_bytes)
+    second.write_bytes(first_bytes)
     problems = " ".join(map(str, verify_version(version)))
     assert "lacks model.layers.0" in problems
     assert "does not place there" in problems
