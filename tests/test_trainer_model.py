@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import PeftModel
+from ranks import on_ranks
 from tiny_model import make_tiny_model
 from torch.distributed.fsdp import FSDPModule
 
 from weightferry.shared.checkpoint import Checkpoint
-from weightferry.shared.errors import BaseCheckpointError, ConfigError, UnsupportedError
+from weightferry.shared.errors import (
+    BaseCheckpointError,
+    ConfigError,
+    UnsupportedError,
+    WeightferryError,
+)
 from weightferry.trainer.dataset import check_vocabulary
 from weightferry.trainer.example import with_loss_on
 from weightferry.trainer.lora_settings import lora_config
@@ -124,11 +133,36 @@ def test_a_tokenizer_of_another_model_is_refused():
         check_vocabulary(examples, 97)
 
 
-def test_an_error_of_the_first_rank_keeps_its_class_there(ranks: Ranks):
-    def fail() -> None:
-        raise ConfigError("no")
+def refuse() -> None:
+    raise ConfigError("output_dir: no")
 
-    with pytest.raises(ConfigError, match="no"):
-        ranks.from_first(fail)
+
+def test_one_process_without_torchrun_is_a_world_of_one_rank(ranks: Ranks):
+    assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.from_first(lambda: 3) == 3
     assert ranks.sum(1, True, 0.5) == [1, 1, 0.5]
+    with pytest.raises(ConfigError, match="output_dir: no"):
+        ranks.from_first(refuse)
+
+
+@pytest.fixture
+def meeting() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.ranks
+@on_ranks(2)
+def test_what_the_first_rank_does_and_why_it_failed_reaches_the_other(meeting: str):
+    rank = dist.get_rank()
+    dist.destroy_process_group()  # in its place come ranks as torchrun starts them
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting}
+    with Ranks(timeout_s=30) as ranks:
+        assert ranks.from_first(lambda: "made") == ("made" if rank == 0 else None)
+        with pytest.raises(WeightferryError, match="output_dir: no") as caught:
+            ranks.from_first(refuse)
+        assert caught.value.exit_code == 2
+        with pytest.raises(Exception, match="disk full"):
+            ranks.from_first(lambda: (_ for _ in ()).throw(OSError("disk full")))
+        assert ranks.sum(rank + 1, rank == 1) == [3, 1]

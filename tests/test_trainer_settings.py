@@ -105,6 +105,7 @@ def test_a_file_that_is_not_toml_is_told_with_the_line(job: TrainerJob):
         ({"r": "8"}, 'lora.r: a valid integer expected, "8" found'),
         ({"target_modules": 3}, "lora.target_modules"),
         ({"task_type": "CAUSAL_LM"}, "lora.task_type is no field"),
+        ({"lora_dropout": "high"}, "lora.lora_dropout: a valid number expected"),
     ],
 )
 def test_a_wrong_lora_field_is_told_with_its_name(table: dict, words: str):
@@ -116,6 +117,12 @@ def test_a_wrong_lora_field_is_told_with_its_name(table: dict, words: str):
 def test_a_start_of_the_adapter_that_changes_the_base_is_refused(start: object):
     with pytest.raises(UnsupportedError, match="init_lora_weights"):
         lora_config({"init_lora_weights": start})
+
+
+@pytest.mark.parametrize("name", ["eva_config", "layer_replication", "ensure_weight_tying"])
+def test_a_lora_field_that_cannot_be_sharded_merged_or_written_in_a_file_is_refused(name: str):
+    with pytest.raises(UnsupportedError, match=f"lora.{name} is not supported"):
+        lora_config({name: True})
 
 
 def test_lora_fields_reach_peft_under_their_own_names():

@@ -21,11 +21,12 @@ _NOT_FOR_USERS = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_config", "megatron_core",
     "peft_type", "peft_version", "revision", "runtime_config", "task_type",
 }  # fmt: skip
-# These need Python objects, a pass over data, or change how the layers of the base are laid out.
+# These need Python objects or a pass over data, change how the layers of the base are laid out, or (tied
+# factors) make views that FSDP2 cannot shard.
 _NOT_FROM_A_FILE = {
-    "alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "kasa_config",
-    "layer_replication", "loftq_config", "lora_ga_config", "monteclora_config", "use_bdlora", "use_qalora",
-    "qalora_group_size", "velora_config",
+    "alora_invocation_tokens", "arrow_config", "corda_config", "ensure_weight_tying", "eva_config",
+    "kasa_config", "layer_replication", "loftq_config", "lora_ga_config", "monteclora_config",
+    "qalora_group_size", "use_bdlora", "use_qalora", "velora_config",
 }  # fmt: skip
 # The other starts (pissa, olora, corda, loftq, ...) take a part out of the base's weights.
 _STARTS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "mica")
