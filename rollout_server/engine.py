@@ -66,9 +66,9 @@ def require_tested_version() -> str:
             continue
         if found.startswith(TESTED_VERSIONS):
             return found
+        tested = ", ".join(f"{prefix}x" for prefix in TESTED_VERSIONS)
         raise UnsupportedError(
-            f"vLLM {found} is installed; the rollout server is tested with {', '.join(TESTED_VERSIONS)}x: "
-            "install one of those"
+            f"vLLM {found} is installed; the rollout server is tested with {tested}: install one of those"
         )
     raise UnsupportedError("vLLM is not installed; install weightferry[server] (GPU) or weightferry[cpu]")
 

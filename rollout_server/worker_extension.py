@@ -7,6 +7,7 @@ process kills it with SIGBUS.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ class WeightferryWorker:
         """Replace the named tensors; the caller has checked names, shapes, dtypes and closure."""
         worker: Any = self
         counted = _Counter(parts)
+        # A partial reload is what we want: vLLM warns of every tensor that was not in it (0.32).
+        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
         try:
             worker.reload_weights(weights_iterator=iter(counted))
         except BaseException as error:

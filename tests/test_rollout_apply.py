@@ -1,0 +1,217 @@
+"""An apply is a transaction: the new version, or the old one, or no answer at all; never a mixture."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from rollout_world import World
+from tiny_exchange import CHANGED, UNCHANGED, make_base
+
+from weightferry.shared.errors import ApplyError
+from weightferry.shared.exchange import Exchange
+from weightferry.shared.tensor_files import TensorSpec
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def test_a_server_without_an_exchange_serves_the_base_and_finds_it_later(world):
+    world.look()
+    world.check_serves(0)
+    assert world.state.problem is None
+    number = world.publish(1)
+    world.look()
+    world.check_serves(number)
+
+
+def test_steps_are_in_the_one_right_order_and_counts_balance(world):
+    number = world.publish(1)
+    world.look()
+    assert world.engine.events == ["pause", "reload", "reset", f"label {number}", "resume"]
+    assert world.engine.answered_number_at_resume == number
+    (applied,) = world.state.applied
+    assert (applied.tensors_applied, applied.tensors_unchanged) == (len(CHANGED), len(UNCHANGED))
+    assert applied.tensors_applied + applied.tensors_unchanged == len(world.checkpoint.slots)
+
+
+def test_the_newest_version_goes_first_and_older_ones_are_skipped(world):
+    world.publish(1), world.publish(2)
+    newest = world.publish(3)
+    world.look()
+    world.check_serves(newest)
+    assert [entry.number for entry in world.state.applied] == [newest]
+
+
+def test_only_what_differs_is_loaded_closed_under_fusion(world):
+    same = np.random.default_rng(5).random((8, 4), dtype=np.float32)
+    world.publish(1, values={CHANGED[0]: same})
+    world.look()
+    number = world.publish(2, values={CHANGED[0]: same})  # only k_proj differs, but it is fused with q_proj
+    world.look()
+    world.check_serves(number)
+    assert world.state.applied[-1].tensors_applied == 2
+
+
+def test_an_equal_version_is_applied_without_loading_anything(world):
+    values = {name: np.ones((8, 4), dtype=np.float32) for name in CHANGED}
+    world.publish(1, values=values)
+    world.look()
+    number = world.publish(2, values=values)
+    world.look()
+    world.check_serves(number)
+    assert world.state.applied[-1].tensors_applied == 0
+
+
+def test_a_failure_half_way_brings_the_previous_version_back_before_anybody_is_let_in(world):
+    good = world.publish(1)
+    world.look()
+    world.engine.events.clear()
+    world.engine.failures = [ApplyError("rank 1 could not load it: no memory")]
+    bad = world.publish(2)
+    world.look()
+    world.check_serves(good)
+    assert world.engine.events == ["pause", "reload", "reload", "reset", f"label {good}", "resume"]
+    assert world.state.refused[bad].reason == "rank 1 could not load it: no memory"
+    world.look()  # the failure has passed: it is tried again
+    world.check_serves(bad)
+    assert bad not in world.state.refused
+
+
+def test_a_version_that_keeps_failing_is_tried_a_bounded_number_of_times(world):
+    world.engine.failures = [ApplyError("no"), None] * 10
+    bad = world.publish(1)
+    for _ in range(6):
+        world.look()
+    world.check_serves(0)
+    assert world.state.refused[bad].tries == 3
+    assert world.engine.events.count("pause") == 3
+    world.engine.failures = []
+    good = world.publish(2)
+    world.look()
+    world.check_serves(good)
+
+
+def test_a_bad_newest_version_does_not_hold_up_a_good_older_one(world):
+    good = world.publish(1)
+    bad = world.publish(2)
+    (world.directory(bad) / "layer-00000.safetensors").unlink()
+    world.look()
+    world.check_serves(good)
+    assert "is missing" in world.state.refused[bad].reason
+
+
+def test_if_the_previous_version_cannot_be_restored_nothing_answers(world):
+    world.publish(1)
+    world.engine.failures = [ApplyError("cut"), ApplyError("cut again")]
+    world.look()
+    assert world.state.state == "unhealthy"
+    assert "could not be restored" in world.state.unhealthy_reason
+    assert "resume" not in world.engine.events
+    world.look()
+    assert world.state.state == "unhealthy"
+
+
+def test_an_engine_that_does_not_resume_is_unhealthy(world):
+    world.publish(1)
+    world.engine.resume_failure = ApplyError("vLLM did not answer the resume within 300 s")
+    world.look()
+    assert world.state.state == "unhealthy"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+WRONG_SHAPE = {CHANGED[0]: TensorSpec(name=CHANGED[0], dtype="F32", shape=(4, 8))}
+WRONG_DTYPE = {CHANGED[0]: TensorSpec(name=CHANGED[0], dtype="I32", shape=(8, 4))}
+SURPLUS = "model.layers.7.self_attn.q_proj.weight"
+EXTRA = {SURPLUS: TensorSpec(name=SURPLUS, dtype="F32", shape=(8, 4))}
+BROKEN_WHEN_WRITTEN = {
+    "wrong shape": ({"specs": WRONG_SHAPE}, f"tensor {CHANGED[0]}"),
+    "wrong dtype": ({"specs": WRONG_DTYPE}, f"tensor {CHANGED[0]}"),
+    "extra tensor": (
+        {"specs": EXTRA, "values": {SURPLUS: np.ones((8, 4), dtype=np.float32)}},
+        "no such tensor",
+    ),
+    "missing tensor": ({"unchanged": UNCHANGED[:1]}, "no such tensor found (version)"),
+    "not finite": ({"values": {CHANGED[1]: np.full((8, 4), np.nan, dtype=np.float32)}}, "is not finite"),
+}
+BROKEN_AFTERWARDS = {
+    "short": (lambda path: path.write_bytes(path.read_bytes()[:-4]), "wrong size in bytes"),
+    "flipped": (flip, "has other bytes"),
+    "missing": (lambda path: path.unlink(), "is missing"),
+    "deleted": (lambda path: shutil.rmtree(path.parent), "is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_WHEN_WRITTEN)
+def test_an_unsound_version_is_refused_before_the_engine_is_touched(world, kind):
+    damage, words = BROKEN_WHEN_WRITTEN[kind]
+    good = world.publish(1)
+    world.look()
+    world.engine.events.clear()
+    bad = world.publish(2, **damage)
+    world.look()
+    world.check_serves(good)
+    assert world.engine.events == []
+    assert words in world.state.refused[bad].reason
+
+
+@pytest.mark.parametrize("kind", BROKEN_AFTERWARDS)
+def test_a_damaged_version_is_refused_before_the_engine_is_touched(world, kind):
+    damage, words = BROKEN_AFTERWARDS[kind]
+    good = world.publish(1)
+    world.look()
+    world.engine.events.clear()
+    bad = world.publish(2)
+    damage(world.directory(bad) / "layer-00000.safetensors")
+    world.look()
+    world.check_serves(good)
+    assert world.engine.events == []
+    assert words in world.state.refused[bad].reason
+
+
+def test_an_exchange_of_another_base_is_said_in_the_status_and_never_applied(world, tmp_path):
+    Exchange.open(world.exchange_path, base=make_base(tmp_path / "other", seed=1))
+    world.look()
+    world.check_serves(0)
+    assert "another base" in (world.state.problem or "")
+
+
+def test_the_exchange_is_not_needed_after_an_apply(world):
+    number = world.publish(1)
+    world.look()
+    expected = world.weights_of(number)
+    shutil.rmtree(world.exchange_path)
+    world.look()
+    assert world.state.active_version == number
+    assert world.engine.tensors == expected
+
+
+def test_the_cache_holds_the_active_version_and_no_more(world):
+    for step in range(4):
+        number = world.publish(step)
+        world.look()
+    (kept,) = world.cache_dir.iterdir()
+    assert kept.name == f"version-{number:012d}"
+
+
+def test_no_lease_stays_behind(world):
+    world.publish(1)
+    world.look()
+    assert list((world.exchange_path / "readers").iterdir()) == []
+
+
+def test_the_status_is_json_and_says_why(world):
+    number = world.publish(1)
+    world.look()
+    status = json.loads(json.dumps(world.state.to_json()))
+    assert (status["state"], status["active_version"], status["run_id"]) == ("serving", number, "run-a")
+    assert status["applied"][0]["published_to_served_s"] > 0

@@ -1,0 +1,90 @@
+"""`weightferry serve`: bad input is one line and exit code 2; the rest becomes vLLM's command line."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+from tiny_exchange import make_base
+
+from weightferry.rollout_server.engine import require_tested_version
+from weightferry.rollout_server.serve import server_command
+from weightferry.rollout_server.settings import ServerSettings
+from weightferry.shared.errors import ConfigError, UnsupportedError
+from weightferry.shared.exchange import Exchange
+
+SERVE = [sys.executable, "-m", "weightferry.shared.command", "serve"]
+
+
+def serve(*arguments: object) -> subprocess.CompletedProcess:
+    command = [*SERVE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def refused(*arguments: object) -> str:
+    done = serve(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_a_base_without_weights_is_refused(tmp_path):
+    assert "has no weights" in refused(tmp_path, "--exchange", tmp_path / "x")
+
+
+def test_a_hub_id_is_refused_without_asking_the_hub():
+    assert "is not a directory" in refused("org/name", "--exchange", "x")
+
+
+def test_an_exchange_of_another_base_is_refused(tmp_path):
+    Exchange.open(tmp_path / "x", base=make_base(tmp_path / "one"))
+    assert "another base" in refused(make_base(tmp_path / "two", seed=1), "--exchange", tmp_path / "x")
+
+
+def test_a_port_in_use_is_refused(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused(make_base(tmp_path / "base"), "--exchange", tmp_path / "x", "--port", port)
+    assert f"127.0.0.1:{port}" in message
+
+
+def test_a_setting_that_is_no_number_is_refused(tmp_path):
+    message = refused(make_base(tmp_path / "base"), "--exchange", tmp_path / "x", "--poll-interval-s", "soon")
+    assert "'soon': expected a number above 0" in message
+
+
+def arguments(*vllm_flags: str, apply: str = "merged") -> Namespace:
+    return Namespace(model="/m", host="127.0.0.1", port=8000, apply=apply, vllm_flags=list(vllm_flags))
+
+
+def test_flags_pass_through_and_the_users_own_win():
+    command = server_command(
+        arguments("--max-model-len", "64", "--max-loras=7", apply="adapter"), is_cpu=True
+    )
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert "--max-model-len" in command
+    assert "--max-loras=7" in command
+    assert "--max-loras" not in command
+    assert {"--enable-lora", "--enforce-eager", "--worker-extension-cls"} <= set(command)
+    assert "--enforce-eager" not in server_command(arguments(), is_cpu=False)
+
+
+def test_settings_come_from_the_environment_and_are_checked():
+    settings = ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": "/x", "WEIGHTFERRY_APPLY": "adapter"})
+    assert (settings.exchange, settings.apply) == ("/x", "adapter")
+    assert ServerSettings.from_environment(settings.to_environment()) == settings
+    with pytest.raises(ConfigError, match="WEIGHTFERRY_EXCHANGE is not set"):
+        ServerSettings.from_environment({})
+    with pytest.raises(ConfigError, match="WEIGHTFERRY_APPLY='fast'"):
+        ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": "/x", "WEIGHTFERRY_APPLY": "fast"})
+
+
+def test_an_untested_vllm_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("weightferry.rollout_server.engine.version", lambda _distribution: "0.31.0")
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.31\.0 is installed; .* 0\.32\.x, 0\.33\.x"):
+        require_tested_version()
