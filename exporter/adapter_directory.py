@@ -1,8 +1,8 @@
 """The adapter directory of a version: byte for byte what PEFT's save_pretrained writes in one process.
 
-Gathered tensor by tensor, so that one of them lives at a time beside the copies that rank 0 keeps. PEFT 0.21
-selects the keys by live module names and finds none below FSDP1 or checkpoint wrappers, silently: an empty
-result is an error here.
+PEFT selects the tensors and their names itself, on a view of the model without wrappers: on the live one PEFT
+0.21 finds nothing below FSDP1 and checkpoint wrappers, and says nothing; and torch.compile's names leak into
+the keys. Follows peft 0.21, peft_model.py `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -19,62 +19,83 @@ from ..shared.errors import UnsupportedError
 from ..shared.manifest import AdapterEntry, AdapterModule
 from ..shared.publication import Publication
 from ..shared.tensor_bytes import bytes_of, spec_of
-from .layer_clone import gather
-from .model_walk import base_model
+from .layer_clone import plain_clone
 
 ADAPTER_DIR = "adapter"
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 
 
-def gather_adapter(model: PeftModel, adapter: str, *, keep: bool) -> dict[str, torch.Tensor]:
-    """PEFT's state dict of one adapter, whole; collective. `keep` is false where nothing is written."""
-    state = get_peft_model_state_dict(model, adapter_name=adapter)
-    if not state:
-        raise UnsupportedError(
-            f"PEFT finds no tensor of adapter {adapter!r} in this model: it is wrapped unknown"
+class AdapterView:
+    """The one active adapter of a model as it is now; refers to the live tensors, which may be sharded.
+
+    `known_keys` (adapter -> saved name -> name in the state dict) is filled at the first view of an adapter
+    and spares later ones PEFT's selection, which may ask a model hub about the base.
+    """
+
+    def __init__(self, model: PeftModel, known_keys: dict[str, dict[str, str]]) -> None:
+        if len(model.active_adapters) != 1:
+            raise UnsupportedError(
+                f"{len(model.active_adapters)} adapters are active; an adapter directory holds one: "
+                "publish 'merged', or activate one"
+            )
+        (self._adapter,) = model.active_adapters
+        self._view: PeftModel = plain_clone(model, lambda tensor: tensor)
+        state: dict[str, torch.Tensor] = self._view.state_dict()
+        if self._adapter not in known_keys:
+            known_keys[self._adapter] = _saved_keys(self._view, self._adapter, state)
+        self.tensors = {name: state[key] for name, key in sorted(known_keys[self._adapter].items())}
+
+    def write(
+        self, publication: Publication, gathered: dict[int, torch.Tensor], base_name: str
+    ) -> AdapterEntry:
+        """Write weights and config below `adapter/`; returns the manifest's entry."""
+        whole = {name: gathered[id(tensor)] for name, tensor in self.tensors.items()}
+        pairs = [(spec_of(name, tensor), bytes_of(tensor)) for name, tensor in whole.items()]
+        publication.write_tensor_file(f"{ADAPTER_DIR}/{WEIGHTS_NAME}", pairs)
+        config = self.config_bytes(base_name)
+        publication.write_file(f"{ADAPTER_DIR}/{CONFIG_NAME}", config)
+        return AdapterEntry(
+            dir=f"{publication.relative_dir}/{ADAPTER_DIR}",
+            config_sha256=sha256_hex(config),
+            modules=tuple(self.modules()),
         )
-    gathered = {}
-    for name in sorted(state):
-        whole = gather(state[name])
-        if 0 in whole.shape:
-            raise UnsupportedError(f"adapter tensor {name} has no elements: {tuple(whole.shape)}")
-        if keep:
-            gathered[name] = whole.cpu().clone()
-    return gathered
+
+    def config_bytes(self, base_name: str) -> bytes:
+        """adapter_config.json as PEFT writes it, its base always named."""
+        config = copy.deepcopy(self._view.peft_config[self._adapter])
+        config.inference_mode = True
+        base = self._view.get_base_model()
+        own_name = base.__dict__.get("name_or_path")
+        config.base_model_name_or_path = config.base_model_name_or_path or own_name or base_name
+        mapping = None
+        if config.task_type is None:  # PEFT then says which class the adapter is for
+            mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+        with tempfile.TemporaryDirectory() as directory:
+            config.save_pretrained(directory, auto_mapping_dict=mapping)
+            return (Path(directory) / CONFIG_NAME).read_bytes()
+
+    def modules(self) -> list[AdapterModule]:
+        """Every adapted module with its rank and scaling, under its name in the base model."""
+        modules = []
+        for name, module in self._view.get_base_model().named_modules():
+            scaling, rank = getattr(module, "scaling", {}), getattr(module, "r", {})
+            is_adapted = isinstance(scaling, dict) and isinstance(rank, dict)
+            if is_adapted and self._adapter in scaling and self._adapter in rank:
+                own_rank, own_scaling = rank[self._adapter], float(scaling[self._adapter])
+                modules.append(AdapterModule(name=name, rank=own_rank, scaling=own_scaling))
+        return sorted(modules, key=lambda module: module.name)
 
 
-def write_adapter(
-    publication: Publication, model: PeftModel, adapter: str, tensors: dict[str, torch.Tensor], base_name: str
-) -> AdapterEntry:
-    """Write weights and config below `adapter/`; returns the manifest's entry."""
-    pairs = [(spec_of(name, tensor), bytes_of(tensor)) for name, tensor in tensors.items()]
-    publication.write_tensor_file(f"{ADAPTER_DIR}/{WEIGHTS_NAME}", pairs)
-    config = config_bytes(model, adapter, base_name)
-    publication.write_file(f"{ADAPTER_DIR}/{CONFIG_NAME}", config)
-    return AdapterEntry(
-        dir=f"{publication.relative_dir}/{ADAPTER_DIR}",
-        config_sha256=sha256_hex(config),
-        modules=tuple(adapter_modules(model, adapter)),
-    )
-
-
-def config_bytes(model: PeftModel, adapter: str, base_name: str) -> bytes:
-    """adapter_config.json as PEFT writes it, its base always named."""
-    config = copy.deepcopy(model.peft_config[adapter])
-    config.inference_mode = True
-    config.base_model_name_or_path = config.base_model_name_or_path or base_name
-    with tempfile.TemporaryDirectory() as directory:
-        config.save_pretrained(directory)
-        return (Path(directory) / CONFIG_NAME).read_bytes()
-
-
-def adapter_modules(model: PeftModel, adapter: str) -> list[AdapterModule]:
-    """Every adapted module with its rank and scaling, under its name in the base model."""
-    modules = []
-    for name, module in base_model(model).named_modules():
-        scaling, rank = getattr(module, "scaling", {}), getattr(module, "r", {})
-        if isinstance(scaling, dict) and isinstance(rank, dict) and adapter in scaling and adapter in rank:
-            clean = name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
-            modules.append(AdapterModule(name=clean, rank=rank[adapter], scaling=float(scaling[adapter])))
-    return sorted(modules, key=lambda module: module.name)
+def _saved_keys(view: PeftModel, adapter: str, state: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Which tensors PEFT saves: name in the file -> name in the state dict."""
+    keys = {id(tensor): key for key, tensor in state.items()}
+    selected = get_peft_model_state_dict(view, state_dict=state, adapter_name=adapter)
+    if not selected:
+        raise UnsupportedError(
+            f"PEFT finds no tensor of adapter {adapter!r} in this model; it is wrapped in a way that is not "
+            "known here: make the publisher before you wrap it"
+        )
+    if empty := sorted(name for name, tensor in selected.items() if 0 in tensor.shape):
+        raise UnsupportedError(f"adapter tensor {empty[0]} has no elements; shard with fully_shard (FSDP2)")
+    return {name: keys[id(tensor)] for name, tensor in selected.items()}

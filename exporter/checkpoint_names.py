@@ -10,27 +10,39 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from .layer_clone import original_class
 
+# What from_pretrained passes over in every model that rebuilds its rotary frequencies (modeling_utils.py).
+_OLD_ROTARY = r"rotary_emb\.inv_freq"
+
 
 class CheckpointNames:
-    """Reverts state dicts of one base model."""
+    """Reverts state dicts of one base model. `tied`: in-memory name of a duplicate -> of the one kept."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: PreTrainedModel) -> None:
         with torch.device("meta"):
             self._skeleton = original_class(base)(copy.deepcopy(base.config))
         if getattr(base, "_weight_conversions", None) is not None:
             self._skeleton._weight_conversions = base._weight_conversions
-        self.tied: dict[str, str] = dict(getattr(base, "all_tied_weights_keys", None) or {})
-        ignored = getattr(base, "_keys_to_ignore_on_save", None) or ()
-        self._ignored = [re.compile(pattern) for pattern in ignored]
+        self.tied: dict[str, str] = dict(base.all_tied_weights_keys or {})
+        self._unsaved = _patterns(base._keys_to_ignore_on_save)
+        self._unloaded = _patterns([*(base._keys_to_ignore_on_load_unexpected or ()), _OLD_ROTARY])
 
     def revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same tensors under the checkpoint's names and in its layouts (views where possible)."""
-        kept = {name: t for name, t in tensors.items() if not any(p.search(name) for p in self._ignored)}
+        kept = {name: t for name, t in tensors.items() if not any(p.search(name) for p in self._unsaved)}
         return dict(revert_weight_conversion(self._skeleton, kept)) if kept else {}
+
+    def is_passed_over(self, name: str) -> bool:
+        """Whether from_pretrained leaves this checkpoint tensor out of the model by design."""
+        return any(pattern.search(name) for pattern in self._unloaded)
+
+
+def _patterns(keys: Iterable[str] | None) -> list[re.Pattern[str]]:
+    return [re.compile(key) for key in keys or ()]

@@ -1,8 +1,8 @@
-"""Merging one adapted module out of place: clone it onto plain float64 tensors, merge the clone, round once.
+"""Merging one adapted module out of place: clone it onto plain float64 tensors and let PEFT merge the clone.
 
-Invariant: the model is only read. The clone shares no parameter, hook or FSDP class with it, so PEFT's own
-merge, in any of its variants (LoRA, DoRA, experts, ...), acts on the clone alone. Gathering takes a DTensor's
-storage dtype: an unshard()ed copy would have FSDP's mixed-precision dtype (torch 2.13, fully_shard).
+Invariant: the model is only read. A clone shares no parameter, hook or FSDP class with it, so PEFT's own
+merge, in any of its variants (LoRA, DoRA, experts, trainable tokens, ...), acts on the clone alone. Nothing
+here is collective: the whole tensors come from `collectives.gather_all`, by the id() of the live ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..shared.merge import COMPUTE_DTYPE
 
@@ -24,6 +24,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+Gathered = dict[int, torch.Tensor]
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -32,61 +33,19 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module below FSDP1, activation-checkpoint and torch.compile wrappers."""
+    """The module below FSDP1, DDP, activation-checkpoint and torch.compile wrappers."""
     while True:
-        inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
+        names = ("module",) if isinstance(module, DistributedDataParallel) else _WRAPPERS
+        inner = next((module._modules[name] for name in names if name in module._modules), None)
         if inner is None:
             return module
         module = inner
 
 
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor in its storage dtype, detached; collective for a DTensor."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach()
-    return tensor.detach()
-
-
-def gather_only(module: nn.Module) -> None:
-    """Take part in the collectives of `merged_and_base`, on a rank that does not need the result."""
-    _clone(module, _gathered_and_dropped, {})
-
-
-def base_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The base-named tensors of one adapted module without its adapters, in float64; collective."""
-    return _plain_state(_clone(module, _to_compute_dtype, {}), merge=False)
-
-
-def merged_and_base(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The base-named tensors of one adapted module with its active adapters merged, and before, in float64.
-
-    Collective when parameters are sharded: every rank must call it, or `gather_only`, for the same module.
-    """
-    clone = _clone(module, _to_compute_dtype, {})
-    before = {name: tensor.clone() for name, tensor in _base_layer(clone).state_dict().items()}
-    return _plain_state(clone, merge=True), before
-
-
-def _base_layer(clone: Any) -> nn.Module:
-    return clone.get_base_layer() if hasattr(clone, "get_base_layer") else clone.original_module
-
-
-def _plain_state(clone: Any, *, merge: bool) -> dict[str, torch.Tensor]:
-    with torch.no_grad():
-        if hasattr(clone, "unload_and_optionally_merge_module"):
-            plain = clone.unload_and_optionally_merge_module(
-                merge=merge, safe_merge=False, adapter_names=None
-            )
-        else:
-            if merge:
-                clone.merge(safe_merge=False)
-            plain = clone.get_base_layer()
-    return dict(plain.state_dict())
-
-
-def _gathered_and_dropped(tensor: torch.Tensor) -> torch.Tensor:
-    gather(tensor)
-    return torch.empty(0)
+def original_class(module: nn.Module) -> type:
+    """fully_shard replaces a module's class by a subclass of (FSDPModule, original); torch 2.13."""
+    kind = type(module)
+    return kind.__mro__[kind._orig_cls_mro_index] if isinstance(module, FSDPModule) else kind
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,18 +58,50 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _to_compute_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    whole = gather(tensor)
-    return whole.to(COMPUTE_DTYPE, copy=True) if whole.is_floating_point() else whole.clone()
+def all_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Every parameter and buffer that a clone of an adapted module needs, in the same order on every rank."""
+    return [*module.parameters(), *module.buffers()]
 
 
-def original_class(module: nn.Module) -> type:
-    """fully_shard replaces a module's class by a subclass of (FSDPModule, original)."""
-    kind = type(module)
-    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
+def base_of(module: Any) -> nn.Module:
+    """The base's module below an adapted one, or below its clone."""
+    inner = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module
+    return unwrap(inner.get_base_layer() if isinstance(inner, BaseTunerLayer) else inner)
 
 
-def _clone(module: nn.Module, convert: Convert, memo: dict[int, Any]) -> Any:
+def trained_in_base(module: nn.Module) -> set[str]:
+    """Names of the base's tensors below an adapted module that are themselves trained (`bias=...`)."""
+    return {name for name, parameter in base_of(module).named_parameters() if parameter.requires_grad}
+
+
+def base_state(module: nn.Module, gathered: Gathered) -> dict[str, torch.Tensor]:
+    """The base's tensors below an adapted module, in their storage dtypes."""
+    return dict(base_of(plain_clone(module, lambda tensor: gathered[id(tensor)])).state_dict())
+
+
+def merged_state(module: nn.Module, gathered: Gathered) -> dict[str, torch.Tensor]:
+    """The same names with the active adapters merged, in float64, before any rounding."""
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        whole = gathered[id(tensor)]
+        return whole.to(COMPUTE_DTYPE, copy=True) if whole.is_floating_point() else whole.clone()
+
+    clone = plain_clone(module, widened)
+    with torch.no_grad():
+        if hasattr(clone, "unload_and_optionally_merge_module"):
+            plain = clone.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            clone.merge(safe_merge=False)
+            plain = clone.get_base_layer()
+    return dict(plain.state_dict())
+
+
+def plain_clone(module: nn.Module, convert: Convert, memo: dict[int, Any] | None = None) -> Any:
+    """The module and all below it without wrappers, hooks and FSDP classes, its tensors converted.
+
+    `convert` may return the tensor itself: then the clone refers to the model's own, and is only for looking.
+    """
+    memo = {} if memo is None else memo
     module = unwrap(module)
     if id(module) in memo:
         return memo[id(module)]
@@ -129,14 +120,18 @@ def _clone_attribute(name: str, value: Any, convert: Convert, memo: dict[int, An
     if name == "_buffers":
         return {key: None if buffer is None else convert(buffer) for key, buffer in value.items()}
     if name == "_modules":
-        return {key: None if child is None else _clone(child, convert, memo) for key, child in value.items()}
+        return {
+            key: None if child is None else plain_clone(child, convert, memo) for key, child in value.items()
+        }
     if isinstance(value, list):
-        return [_clone(item, convert, memo) if isinstance(item, nn.Module) else item for item in value]
+        return [plain_clone(item, convert, memo) if isinstance(item, nn.Module) else item for item in value]
     return value.copy() if isinstance(value, dict | set) else value
 
 
 def _clone_parameter(parameter: nn.Parameter, convert: Convert, memo: dict[int, Any]) -> nn.Parameter:
     """Tied parameters stay tied in the clone."""
     if id(parameter) not in memo:
-        memo[id(parameter)] = nn.Parameter(convert(parameter), requires_grad=False)
+        converted = convert(parameter)
+        is_itself = converted is parameter
+        memo[id(parameter)] = parameter if is_itself else nn.Parameter(converted, requires_grad=False)
     return memo[id(parameter)]

@@ -11,30 +11,65 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from peft import PeftModel
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from .layer_clone import is_adapted, own_tensors, unwrap
+from ..shared.errors import UnsupportedError
+from .layer_clone import all_tensors, is_adapted, own_tensors, unwrap
 
 OUTER = "outer"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """One tensor outside adapted modules: its name, and where it is kept."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return getattr(self.owner, self.attribute)
+
+    @property
+    def is_trained(self) -> bool:
+        """Buffers count: some models move theirs while training (expert balancing), without a gradient."""
+        return self.tensor.requires_grad or self.attribute in self.owner._buffers
+
+
 @dataclass(slots=True, kw_only=True)
 class Unit:
-    """`adapted`: (name prefix, module) pairs; `plain`: (name, owner, attribute) of all other tensors."""
+    """`adapted`: (name prefix, module) pairs; `plain`: all other tensors."""
 
     key: str
     adapted: list[tuple[str, nn.Module]] = field(default_factory=list)
-    plain: list[tuple[str, nn.Module, str]] = field(default_factory=list)
+    plain: list[Plain] = field(default_factory=list)
+
+    def changing(self) -> list[torch.Tensor]:
+        """What a publication must gather: everything of adapted modules, and other trained tensors."""
+        trained = [plain.tensor for plain in self.plain if plain.is_trained]
+        return _once([t for _, module in self.adapted for t in all_tensors(module)] + trained)
+
+    def everything(self) -> list[torch.Tensor]:
+        return _once(self.changing() + [plain.tensor for plain in self.plain])
+
+    def signature(self) -> tuple:
+        """What must stay as it is while a publisher lives: which modules are adapted, what is trained."""
+        adapted = [(prefix, type(module).__name__) for prefix, module in self.adapted]
+        return self.key, adapted, [(plain.name, plain.is_trained) for plain in self.plain]
 
 
 def peft_model(model: nn.Module) -> PeftModel:
     """The PEFT model below the wrappers."""
     inner = unwrap(model)
     if not isinstance(inner, PeftModel):
-        raise TypeError(f"expected a PEFT model (peft.get_peft_model), got {type(inner).__name__}")
+        raise UnsupportedError(
+            f"a PEFT model is published (peft.get_peft_model makes one), not a {type(inner).__name__}"
+        )
     return inner
 
 
@@ -53,7 +88,7 @@ def reshard_all(model: nn.Module) -> None:
 
 def walk(base: nn.Module) -> list[Unit]:
     """All units of a base model: the blocks of each stack in order, then the outer one."""
-    units: dict[str, Unit] = {}
+    units: dict[str, Unit] = {OUTER: Unit(key=OUTER)}
     stacks = _stack_names(base)
     for prefix, module, block in _visit(base, "", None):
         key = _unit_key(block, stacks)
@@ -61,8 +96,15 @@ def walk(base: nn.Module) -> list[Unit]:
         if is_adapted(module):
             unit.adapted.append((prefix, module))
         else:
-            unit.plain += [(prefix + name, module, name) for name, _ in own_tensors(module)]
+            unit.plain += [
+                Plain(name=prefix + name, owner=module, attribute=name) for name, _ in own_tensors(module)
+            ]
     return sorted(units.values(), key=lambda unit: (unit.key == OUTER, unit.key))
+
+
+def _once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tied tensors once, in the order of their first place."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 Block = tuple[str, int]

@@ -1,55 +1,94 @@
 """What cannot be merged or served right is refused before the first step, with the way out.
 
-Facts by PEFT 0.21: see each reason. Called once, when a Publisher is made.
+Facts by PEFT 0.21: see each reason. Called once, when a Publisher is made. What no rule here knows is tried:
+one module of each kind is merged before the publisher is accepted.
 """
 
 from __future__ import annotations
 
 from peft import PeftModel
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..shared.errors import UnsupportedError
+from .layer_clone import Gathered, base_of, merged_state
+from .model_walk import Unit
 
-# init_lora_weights values that change the base when the adapter is made (peft/tuners/lora/layer.py).
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "eva_changed")
-_QUANTIZED_CLASSES = ("GPTQ", "Eetq", "Linear4bit", "Linear8bitLt", "HQQ", "AWQ", "Aqlm")
+# init_lora_weights that change the base when the adapter is made (peft/tuners/lora/layer.py).
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_QUANTIZED_CLASSES = ("GPTQ", "Eetq", "Linear4bit", "Linear8bitLt", "HQQ", "AWQ", "Awq", "Aqlm", "INC")
+_OR_ADAPTER = 'train a plain LoRA, or publish the adapter alone (publish="adapter")'
 
 
-def refuse_unmergeable(model: PeftModel) -> None:
-    """Raise UnsupportedError for an adapter or base that a merged version cannot be made from."""
-    for name in model.active_adapters:
-        _refuse_config(name, model.peft_config[name])
+def refuse_foreign_base(model: nn.Module, peft: PeftModel) -> None:
+    """Raise UnsupportedError where the base in training cannot be the exchange's, or cannot be gathered."""
     for name, module in model.named_modules():
-        _refuse_module(name, module)
+        kind = type(module).__name__
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedError(f"{name or 'the model'} is sharded with FSDP1; use fully_shard (FSDP2)")
+        if any(word in kind for word in _QUANTIZED_CLASSES):
+            raise UnsupportedError(
+                f"{name} is a quantised {kind}: the base in training is not the exchange's; "
+                "load it without quantization"
+            )
+    for name in peft.active_adapters:
+        init = str(getattr(peft.peft_config[name], "init_lora_weights", "")).lower()
+        if init.startswith(_BASE_CHANGING_INITS):
+            raise UnsupportedError(
+                f"adapter {name!r} has init_lora_weights={init!r}, which changes the base when it is made; "
+                "the base in training would not be the exchange's. Use init_lora_weights=true."
+            )
 
 
-def _refuse_config(name: str, config: object) -> None:
+def refuse_unmergeable(peft: PeftModel) -> None:
+    """Raise UnsupportedError for an adapter that no merged version can be made from."""
+    for name in peft.active_adapters:
+        config = peft.peft_config[name]
+        if reason := _why_unmergeable(config):
+            raise UnsupportedError(f"adapter {name!r} {reason}")
+    for name, module in peft.named_modules():
+        has_bias = any(getattr(module, "lora_bias", {}).values())
+        if has_bias and getattr(base_of(module), "bias", None) is None:
+            raise UnsupportedError(
+                f"{name} has no bias that lora_bias=True could be merged into; leave it out of "
+                f'target_modules, set lora_bias=False, or publish="adapter"'
+            )
+
+
+class MergeTrial:
+    """Merges the first module of each kind, for the tuners and variants that no rule knows."""
+
+    def __init__(self) -> None:
+        self._tried: set[tuple] = set()
+
+    def refuse_failing(self, unit: Unit, gathered: Gathered) -> None:
+        """Raise UnsupportedError with PEFT's own reason."""
+        for prefix, module in unit.adapted:
+            variants = getattr(module, "lora_variant", {})
+            kind = (type(module), *sorted({type(variant).__name__ for variant in variants.values()}))
+            if kind in self._tried:
+                continue
+            self._tried.add(kind)
+            try:
+                merged_state(module, gathered)
+            except Exception as error:
+                what = f"{prefix.rstrip('.')} ({type(module).__name__})"
+                raise UnsupportedError(f"PEFT cannot merge {what}: {error}; {_OR_ADAPTER}") from error
+
+
+def _why_unmergeable(config: object) -> str:
     def has(attribute: str) -> bool:
         return bool(getattr(config, attribute, None))
 
     if has("alora_invocation_tokens"):
-        raise UnsupportedError(f"adapter {name!r} is an aLoRA, which cannot be merged; train a plain LoRA")
+        return f"is an aLoRA, which cannot be merged; {_OR_ADAPTER}"
     if has("arrow_config"):
-        raise UnsupportedError(
-            f"adapter {name!r} is an Arrow router, which cannot be merged; train a plain LoRA"
-        )
+        return f"is an Arrow router, which cannot be merged; {_OR_ADAPTER}"
+    if has("is_prompt_learning"):
+        return f"learns prompts, which cannot be merged; {_OR_ADAPTER}"
     if has("layer_replication"):
-        raise UnsupportedError(
-            f"adapter {name!r} uses layer_replication: its layers are not the base's; "
-            "save the replicated base as a checkpoint first"
+        return (
+            "uses layer_replication: its layers are not the base's; save the replicated base as a "
+            "checkpoint first, and train on that"
         )
-    init = str(getattr(config, "init_lora_weights", "")).lower()
-    if init.startswith(_BASE_CHANGING_INITS):
-        raise UnsupportedError(
-            f"adapter {name!r} has init_lora_weights={init!r}, which changes the base when it is made; "
-            "the base in training would not be the exchange's. Use init_lora_weights=true."
-        )
-
-
-def _refuse_module(name: str, module: nn.Module) -> None:
-    kind = type(module).__name__
-    if any(word in kind for word in _QUANTIZED_CLASSES):
-        raise UnsupportedError(
-            f"{name} is a quantised {kind}; merged versions need an unquantised base: "
-            "load it without quantization"
-        )
+    return ""

@@ -1,27 +1,40 @@
 """What a publication will write, decided once: which checkpoint tensors of which unit change.
 
-One pass over the live base compares it with the exchange's, tensor by tensor, and learns on the way which
-checkpoint tensors each unit holds. The rest is pure. Follows docs/format.md [2] `changed` and [3].
+One pass over the live base learns which checkpoint tensors each unit holds and which of them adapters or
+training reach; the rest is pure. Decided by structure, never by values, so that every version of a run ships
+the same tensors; only whether a tied pair is still equal shows in the values. Follows docs/format.md [2]
+`changed` and [4].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..shared.checkpoint import Checkpoint
-from ..shared.digest import xxh3_128
 from ..shared.errors import BaseMismatchError, UnsupportedError
 from ..shared.fused import close_under_fusion
-from ..shared.tensor_bytes import TORCH_DTYPES, bytes_of
 from ..shared.tensor_files import TensorSpec
 from .checkpoint_names import CheckpointNames
-from .layer_clone import base_state, gather
+from .layer_clone import Gathered, base_state, trained_in_base
+from .live_base import LiveBase, some
 from .model_walk import OUTER, Unit
+from .refusals import MergeTrial
 
-_NAMED_AT_MOST = 3
+_LOAD_ADVICE = "load it from that directory, in its dtype or a wider one, and keep the base frozen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """A tied pair of which an adapter or training reaches a part; `spec` is the duplicate's.
+
+    `is_stored`: the base checkpoint stores the duplicate too, so that a version must as well.
+    """
+
+    spec: TensorSpec
+    kept: str
+    is_stored: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,80 +42,132 @@ class UnitPlan:
     """One unit's checkpoint tensors: written anew (`changed`) or linked from the base."""
 
     unit: Unit
-    changed: tuple[str, ...]
-    unchanged: tuple[str, ...]
+    changed: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
+    ties: tuple[Tie, ...] = ()
 
 
-def gather_base(unit: Unit) -> dict[str, torch.Tensor]:
-    """All tensors of a unit without adapters, under in-memory names; collective.
+@dataclass(slots=True, kw_only=True)
+class UnitSurvey:
+    """What one unit holds (checkpoint names), what of it changes, and what is not the base's."""
 
-    Adapted modules come in float64, the others as they are stored.
-    """
-    tensors = {prefix + name: t for prefix, m in unit.adapted for name, t in base_state(m).items()}
-    for name, owner, attribute in unit.plain:
-        tensors[name] = gather(getattr(owner, attribute))
-    return tensors
-
-
-def in_memory_targets(unit: Unit, gathered: Iterable[str]) -> set[str]:
-    """In-memory names of the tensors of adapted modules."""
-    prefixes = tuple(prefix for prefix, _ in unit.adapted)
-    return {name for name in gathered if prefixes and name.startswith(prefixes)}
+    held: set[str] = field(default_factory=set)
+    targets: set[str] = field(default_factory=set)
+    ties: list[Tie] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
 
 
-def held_tensors(
-    unit: Unit, tensors: dict[str, torch.Tensor], names: CheckpointNames
-) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """The unit's tensors under checkpoint names, and which of those come from adapted modules."""
-    targets = in_memory_targets(unit, tensors)
-    reverted = names.revert({n: t for n, t in tensors.items() if n not in names.tied or n in targets})
-    of_targets = names.revert({n: t for n, t in tensors.items() if n in targets})
-    if missing := of_targets.keys() - reverted.keys():
-        raise UnsupportedError(
-            f"{unit.key}: transformers converts {some(missing)} only together with tensors outside the "
-            "adapter; adapt the whole module"
-        )
-    return reverted, set(of_targets)
+class Surveyor:
+    """Looks at one unit after another, on the rank that writes, and then plans all versions of the run."""
 
+    def __init__(
+        self, names: CheckpointNames, checkpoint: Checkpoint, live_base: LiveBase, *, tries_merge: bool
+    ) -> None:
+        self._names, self._checkpoint, self._live_base = names, checkpoint, live_base
+        self._specs = checkpoint.specs
+        self._trial = MergeTrial() if tries_merge else None
+        self._surveys: list[tuple[Unit, UnitSurvey]] = []
 
-def check_live_base(
-    unit: Unit, reverted: dict[str, torch.Tensor], checkpoint: Checkpoint, digests: dict[str, str]
-) -> None:
-    """Raise BaseMismatchError unless every live tensor is the checkpoint's, bit for bit once in its dtype."""
-    for name, live in reverted.items():
-        spec = checkpoint.slots[name].spec if name in checkpoint.slots else None
-        if spec is None or tuple(live.shape) != spec.shape:
-            found = TensorSpec(name=name, dtype=str(live.dtype), shape=tuple(live.shape))
-            raise BaseMismatchError(
-                f"{checkpoint.path} does not hold this model's {found} (it has {spec}): the model in "
-                "training was not made from this base"
+    def look(self, unit: Unit, gathered: Gathered) -> None:
+        """Take one unit in; raises UnsupportedError for what cannot be merged."""
+        self._surveys.append((unit, self._survey(unit, gathered)))
+        if self._trial is not None:
+            self._trial.refuse_failing(unit, gathered)
+
+    def plan(self) -> list[UnitPlan]:
+        """The plan of every unit; BaseMismatchError unless the live base is the checkpoint."""
+        differing = [found for _, survey in self._surveys for found in survey.differing]
+        self._live_base.require_none(differing, _LOAD_ADVICE)
+        return plan_units(self._surveys, self._checkpoint, self._names)
+
+    def _survey(self, unit: Unit, gathered: Gathered) -> UnitSurvey:
+        """Revert the unit's tensors to checkpoint names and compare those that are frozen with the base."""
+        tensors, targets, trained = _in_memory(unit, gathered)
+        aliases = tensors.keys() & self._names.tied.keys()
+        whole = self._names.revert({n: t for n, t in tensors.items() if n not in aliases})
+        changing = self._names_of(tensors, targets - aliases)
+        if missing := changing - whole.keys():
+            raise UnsupportedError(
+                f"{unit.key}: transformers converts {some(missing)} only together with tensors outside the "
+                "adapter; adapt the whole module"
             )
-        stored = live.to(TORCH_DTYPES[spec.dtype])
-        if not torch.equal(stored.to(live.dtype), live) or xxh3_128(bytes_of(stored)) != digests[name]:
-            raise BaseMismatchError(
-                f"the model in training differs from {checkpoint.path} in {name} ({unit.key}); load it from "
-                "that directory, in its dtype or a wider one, and keep the base frozen"
-            )
+        moving = self._names_of(tensors, trained - aliases)
+        survey = UnitSurvey(held=set(whole), targets=changing)
+        survey.differing = self._live_base.differing({n: t for n, t in whole.items() if n not in moving})
+        survey.differing += self._live_base.differing_in_shape({n: whole[n] for n in moving})
+        for alias in sorted(aliases):
+            self._survey_tie(unit, alias, tensors, targets, trained, survey)
+        return survey
+
+    def _survey_tie(
+        self,
+        unit: Unit,
+        alias: str,
+        tensors: dict[str, torch.Tensor],
+        targets: set[str],
+        trained: set[str],
+        survey: UnitSurvey,
+    ) -> None:
+        kept = self._names.tied[alias]
+        is_touched = bool({alias, kept} & targets)
+        if kept not in tensors:
+            if is_touched:
+                raise UnsupportedError(f"{alias} is tied to {kept} of another unit; leave it unadapted")
+            return
+        (on_disk,), (kept_on_disk,) = self._names_of(tensors, {alias}), self._names_of(tensors, {kept})
+        if alias not in trained:
+            survey.differing += self._live_base.differing({kept_on_disk: tensors[alias]})
+        is_stored = on_disk in self._specs
+        survey.held |= {on_disk} if is_stored else set()
+        if is_touched and kept_on_disk in self._specs:
+            base = self._specs[kept_on_disk]
+            spec = TensorSpec(name=on_disk, dtype=base.dtype, shape=base.shape)
+            survey.ties.append(Tie(spec=spec, kept=kept_on_disk, is_stored=is_stored))
+            survey.targets.add(kept_on_disk)
+
+    def _names_of(self, tensors: dict[str, torch.Tensor], chosen: set[str]) -> set[str]:
+        return set(self._names.revert({name: tensors[name] for name in chosen}))
 
 
 def plan_units(
-    units: list[Unit], held: dict[str, set[str]], targets: dict[str, set[str]], checkpoint: Checkpoint
+    surveys: list[tuple[Unit, UnitSurvey]], checkpoint: Checkpoint, names: CheckpointNames
 ) -> list[UnitPlan]:
-    """Divide the checkpoint's tensors over the units; what no unit holds goes to the outer one."""
-    everything = set(checkpoint.slots)
-    unplaced = everything - set().union(*held.values())
+    """Divide the checkpoint's tensors over the units; what the model passes over by design stays the base's.
+
+    BaseMismatchError if the checkpoint has tensors that the model should have and has not.
+    """
+    unplaced = set(checkpoint.slots) - set().union(*(survey.held for _, survey in surveys))
+    if lost := {name for name in unplaced if not names.is_passed_over(name)}:
+        raise BaseMismatchError(
+            f"the model in training lacks {some(lost)}, which {checkpoint.path} has; build it from that "
+            "directory's own config, with the class that loads all of it"
+        )
     plans = []
-    for unit in units:
-        mine = held[unit.key] | (unplaced if unit.key == OUTER else set())
-        changed = close_under_fusion(targets[unit.key], mine) | targets[unit.key]
+    for unit, survey in surveys:
+        mine = survey.held | (unplaced if unit.key == OUTER else set())
+        duplicates = {tie.spec.name for tie in survey.ties}
+        changed = close_under_fusion(survey.targets, mine) | survey.targets
         plans.append(
-            UnitPlan(unit=unit, changed=tuple(sorted(changed)), unchanged=tuple(sorted(mine - changed)))
+            UnitPlan(
+                unit=unit,
+                changed=tuple(sorted(changed - duplicates)),
+                unchanged=tuple(sorted(mine - changed - duplicates)),
+                ties=tuple(survey.ties),
+            )
         )
     return plans
 
 
-def some(names: Iterable[str]) -> str:
-    """A few names of many, for an error."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _NAMED_AT_MOST} more" if len(ordered) > _NAMED_AT_MOST else ""
-    return ", ".join(ordered[:_NAMED_AT_MOST]) + more
+def _in_memory(unit: Unit, gathered: Gathered) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
+    """The unit's base by in-memory names; of those the names that change, and those trained in place."""
+    tensors: dict[str, torch.Tensor] = {}
+    trained: set[str] = set()
+    for prefix, module in unit.adapted:
+        tensors |= {prefix + name: tensor for name, tensor in base_state(module, gathered).items()}
+        trained |= {prefix + name for name in trained_in_base(module)}
+    targets = set(tensors)
+    for plain in unit.plain:
+        tensors[plain.name] = gathered[id(plain.tensor)]
+        if plain.is_trained:
+            trained.add(plain.name)
+    return tensors, targets | trained, trained
