@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from ..shared import errors
@@ -60,6 +61,7 @@ class ControlGroup:
         self._deadline_s, self._num_meetings = deadline_s, 0
         self._group: dist.ProcessGroup | None = None
         self._broken_by: PublishError | None = None
+        self._told_key = ""
         self.rank, self.world_size = 0, 1
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
@@ -67,8 +69,9 @@ class ControlGroup:
         deadline = datetime.timedelta(seconds=deadline_s)
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=deadline))
         # torch 2.13 has no public way to the store of the default group; torchrun's agent keeps it alive
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"weightferry/{self._group.group_name}", store)
+        store = distributed_c10d._get_default_store()
+        prefix = f"weightferry/{self._group.group_name}"
+        self._store = distributed_c10d.PrefixStore(prefix, store)
 
     def together(self, act: Callable[[], T]) -> T:
         """Run something on this rank, then agree that it failed nowhere."""
@@ -101,11 +104,14 @@ class ControlGroup:
         if self.world_size == 1:
             return self.together(act)
         self._begin_meeting()
-        key, told = f"{self._num_meetings}/told", None
+        key, earlier, told = f"{self._num_meetings}/told", self._told_key, None
+        self._told_key = key
         if self.rank == 0:
             told = _outcome(act)
             self._store.set(key, json.dumps(told))
         self._anybody(False)
+        if earlier and self.rank == 0:  # whoever is in this meeting has heard what was told in earlier ones
+            self._store.delete_key(earlier)
         if told is None:
             if self._is_broken and not self._store.check([key]):
                 raise self._settle(None)
@@ -145,14 +151,19 @@ class ControlGroup:
     def _settle(self, error: Exception | None) -> Exception:
         """The one error of all ranks: everybody says its word, and the first to know them all decides."""
         meeting = f"{self._num_meetings}"
-        self._store.set(f"{meeting}/word/{self.rank}", json.dumps(_word(error)))
         keys = [f"{meeting}/word/{rank}" for rank in range(self.world_size)]
-        missing, verdict = set(keys), f"{meeting}/verdict"
+        self._store.set(keys[self.rank], json.dumps(_word(error)))
+        missing, late, verdict = set(keys), {keys[self.rank]}, f"{meeting}/verdict"
         deadline = time.monotonic() + (SETTLE_S if self._is_broken else self._deadline_s)
         while missing and not self._store.check([verdict]) and time.monotonic() < deadline:
             missing = {key for key in missing if not self._store.check([key])}
+            late = missing or late
             time.sleep(_POLL_S if missing else 0)
         words = [None if key in missing else json.loads(self._store.get(key)) for key in keys]
+        if (
+            self._is_broken and not missing and not any(words)
+        ):  # nobody died and nobody failed: somebody was late
+            words = [_late(self._deadline_s) if key in late else {} for key in keys]
         rank, word = json.loads(self._store.compare_set(verdict, "", json.dumps(_blame(words))))
         settled = _rebuild(rank, word)
         if self._is_broken:
@@ -160,6 +171,10 @@ class ControlGroup:
                 settled if isinstance(settled, PublishError) else PublishError(rank, str(settled))
             )
         return settled
+
+
+def _late(deadline_s: float) -> dict[str, str]:
+    return {"kind": "", "message": f"it was later than the others by more than {deadline_s:.0f} s"}
 
 
 def _blame(words: list[dict[str, str] | None]) -> tuple[int, dict[str, str] | None]:

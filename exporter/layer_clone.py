@@ -45,7 +45,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 def original_class(module: nn.Module) -> type:
     """fully_shard replaces a module's class by a subclass of (FSDPModule, original); torch 2.13."""
     kind = type(module)
-    return kind.__mro__[kind._orig_cls_mro_index] if isinstance(module, FSDPModule) else kind
+    return kind.__mro__[module._orig_cls_mro_index] if isinstance(module, FSDPModule) else kind
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
