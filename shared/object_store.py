@@ -33,6 +33,8 @@ class ObjectStore:
     def __init__(self, file_system: Any, root: str, url: str) -> None:
         self._fs, self._root, self._url = file_system, root.rstrip("/"), url.rstrip("/")
         self._creates_exclusively = False
+        # s3fs asks for the size first, to fetch large objects in parts; small files need one request only.
+        self._one_request = {"max_concurrency": 1} if hasattr(file_system, "call_s3") else {}
 
     def where(self, path: str) -> str:
         return f"{self._url}/{path}".rstrip("/")
@@ -40,7 +42,7 @@ class ObjectStore:
     def read(self, path: str) -> bytes | None:
         with self._errors_of("read", path):
             try:
-                return self._fs.cat_file(self._key(path))
+                return self._fs.cat_file(self._key(path), **self._one_request)
             except FileNotFoundError:
                 return None
 
@@ -218,7 +220,7 @@ def open_object_store(url: str) -> ObjectStore:
         from fsspec.core import url_to_fs
 
         fsspec.get_filesystem_class(protocol)
-        file_system, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        file_system, root = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise UnsupportedError(
             f"{url}: the client for {protocol}:// is not installed ({error}); "

@@ -35,11 +35,13 @@ def s3_server(name: str, folder: Path) -> Iterator[str]:
     try:
         _wait_until_it_answers(process, endpoint, folder / "server.log")
         os.environ.update(client, AWS_DEFAULT_REGION="us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()  # the endpoint is not part of what it is cached by
         _make_bucket()
         yield endpoint
     finally:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        s3fs.S3FileSystem.clear_instance_cache()
         process.kill()  # SeaweedFS takes half a minute to end on SIGTERM
         process.wait(20)
 

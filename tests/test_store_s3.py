@@ -38,6 +38,19 @@ class TestObjectStore(StoreContract):
         with pytest.raises(KeyError):
             write_and_fail()
 
+    def test_a_look_at_a_small_file_is_one_request(self, store, monkeypatch):
+        store.replace("latest.json", b"1")
+        requests, real_call = [], store._fs._call_s3
+
+        async def count(method, *arguments, **options):
+            requests.append(method)
+            return await real_call(method, *arguments, **options)
+
+        monkeypatch.setattr(store._fs, "_call_s3", count)
+        assert store.read("latest.json") == b"1"
+        assert store.read("absent.json") is None
+        assert requests == ["get_object", "get_object"]
+
     def test_a_lost_answer_to_our_own_put_is_settled(self, store, monkeypatch):
         store.create("log/0", b"proved")
         real_pipe = store._fs.pipe_file
