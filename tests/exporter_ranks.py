@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,12 +93,18 @@ def shard(model: PeftModel, world_size: int) -> PeftModel:
     return model
 
 
+def place() -> tuple[int, int]:
+    """This process's rank and the world size."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def open_exchange(rank: int, path: Path, base: Path) -> Exchange | None:
     return Exchange.open(path, base=base) if rank == 0 else None
 
 
-def publish_cases(rank: int, world_size: int, directory: Path, names: list[str]) -> dict[str, Path]:
+def publish_cases(directory: Path, names: list[str]) -> dict[str, Path]:
     """Publish each case once; returns the version directories."""
+    rank, world_size = place()
     published = {}
     for name in names:
         case = CASES[name]
@@ -121,8 +128,9 @@ def base_hash(model: PeftModel) -> str:
     return digest.hexdigest()
 
 
-def publish_fifty(rank: int, world_size: int, directory: Path) -> list[str]:
+def publish_fifty(directory: Path) -> list[str]:
     """Publish 50 times with changing adapters, the first state again at the end; digests of the shards."""
+    rank, world_size = place()
     case = CASES["all-linear"]
     model = shard(build(case, directory), world_size)
     before, shards = base_hash(model), []
@@ -137,8 +145,9 @@ def publish_fifty(rank: int, world_size: int, directory: Path) -> list[str]:
     return shards
 
 
-def publish_through_failures(rank: int, world_size: int, directory: Path) -> list[str]:
+def publish_through_failures(directory: Path) -> list[str]:
     """A full disk at every third file, then a good publish; returns what each failure said."""
+    rank, world_size = place()
     case = CASES["all-linear"]
     model = shard(build(case, directory), world_size)
     before, said = base_hash(model), []
@@ -168,8 +177,9 @@ def full_disk_at_file(number: int) -> Any:
     return mock.patch.object(durable.NewFile, "__enter__", enter)
 
 
-def refuse(rank: int, world_size: int, directory: Path, wrong: str) -> str:
+def refuse(directory: Path, wrong: str) -> str:
     """Make a Publisher that must be refused; returns the message on this rank."""
+    rank, world_size = place()
     case = CASES["all-linear"]
     if wrong == "pissa":
         case = Case(base="tiny", lora={"target_modules": ["q_proj"], "init_lora_weights": "pissa"})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from exporter_ranks import CASES, build, publish_cases, publish_fifty, publish_through_failures, refuse
 from peft import PeftModel
-from ranks import run_ranks
+from ranks import run_on_ranks
 from safetensors.torch import load_file
 from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
 from transformers import AutoModelForCausalLM
@@ -37,7 +37,10 @@ def directory(tmp_path_factory):
 def published(directory):
     """World size -> case -> version directory; one run of ranks for all cases."""
     runs = {1: list(CASES), 2: list(CASES), 3: ["odd sizes"]}
-    return {world: run_ranks(world, publish_cases, directory, names)[0] for world, names in runs.items()}
+    return {
+        world: run_on_ranks(publish_cases, directory, names, world_size=world)[0]
+        for world, names in runs.items()
+    }
 
 
 def load_directory(path: Path) -> dict[str, torch.Tensor]:
@@ -149,13 +152,13 @@ def test_the_adapter_loads_and_answers_as_the_merged_version_does(directory, pub
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_fifty_publishes_leave_the_base_as_it_was_and_repeat_themselves(directory, world_size):
-    for shards in run_ranks(world_size, publish_fifty, directory):
+    for shards in run_on_ranks(publish_fifty, directory, world_size=world_size):
         assert shards[49] == shards[0]
         assert len(set(shards)) == 49
 
 
 def test_a_full_disk_is_said_on_every_rank_and_the_next_publish_works(directory):
-    first, second = run_ranks(2, publish_through_failures, directory)
+    first, second = run_on_ranks(publish_through_failures, directory, world_size=2)
     assert first == second
     assert len(first) == 5
     assert all("rank 0 failed" in said and "No space left" in said for said in first[:4])
@@ -173,5 +176,5 @@ def test_a_full_disk_is_said_on_every_rank_and_the_next_publish_works(directory)
     ],
 )
 def test_what_cannot_be_published_right_is_refused_on_every_rank_at_the_start(directory, wrong, words):
-    for said in run_ranks(2, refuse, directory, wrong):
+    for said in run_on_ranks(refuse, directory, wrong, world_size=2):
         assert said.startswith(words), said

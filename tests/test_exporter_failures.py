@@ -1,0 +1,223 @@
+"""A publication that fails on some rank: nothing appears, all ranks say the same, the next one works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from exporter_ranks import CASES, base_hash, build, shard, train
+from ranks import run_on_ranks
+from tiny_model import make_tiny_model
+from torch.distributed.tensor import DTensor
+
+from weightferry.exporter import unit_merge
+from weightferry.exporter.model_walk import base_model
+from weightferry.exporter.publisher import Publisher
+from weightferry.shared.errors import PublishError
+from weightferry.shared.exchange import Exchange
+from weightferry.shared.verify import verify_exchange
+
+pytestmark = pytest.mark.ranks
+
+CASE = CASES["all-linear"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("failures")
+    make_tiny_model(path / "tiny")
+    return path
+
+
+def open_publisher(directory: Path, exchange_name: str, **options: Any) -> tuple[Publisher, torch.nn.Module]:
+    """A publisher of the same trained model, sharded where there are ranks."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    model = shard(build(CASE, directory), dist.get_world_size() if dist.is_initialized() else 1)
+    exchange = Exchange.open(directory / exchange_name, base=directory / CASE.base) if is_first else None
+    return Publisher(model, exchange, **options), model
+
+
+def failing_at(call: int, real: Callable, error: Exception, *, after: bool = False) -> Callable:
+    """`real`, but its n-th call (from 1) raises, before or after it has done its work."""
+    calls = []
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == call and not after:
+            raise error
+        result = real(*arguments, **options)
+        if len(calls) == call:
+            raise error
+        return result
+
+    return wrapped
+
+
+# What goes wrong, and on which rank. A layer has seven adapted modules: the third is in the middle of a unit.
+FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "merging, in the middle of a unit": (
+        0,
+        lambda: mock.patch.object(
+            unit_merge, "merged_state", failing_at(3, unit_merge.merged_state, RuntimeError("no merge"))
+        ),
+    ),
+    "gathering, on a rank that does not write": (
+        1,
+        lambda: mock.patch.object(
+            DTensor, "full_tensor", failing_at(5, DTensor.full_tensor, MemoryError("no room"), after=True)
+        ),
+    ),
+    "a full disk": (
+        0,
+        lambda: mock.patch(
+            "weightferry.shared.publication.Publication.write_shard",
+            side_effect=OSError(errno.ENOSPC, "No space left on device"),
+        ),
+    ),
+    "selecting the adapter's tensors": (
+        1,
+        lambda: mock.patch("weightferry.exporter.publisher.AdapterView", side_effect=KeyError("lora_A")),
+    ),
+    "the log": (
+        0,
+        lambda: mock.patch(
+            "weightferry.shared.commit_log.CommitLog.append", side_effect=OSError(errno.EIO, "broken")
+        ),
+    ),
+}
+
+
+def publish_under(directory: Path, fault: str) -> tuple[str, float, int]:
+    """Publish, publish with the fault, publish again; returns what the fault's publication said."""
+    publisher, model = open_publisher(directory, f"fault-{fault[:8]}")
+    before = base_hash(model)
+    with publisher:
+        publisher.publish(1).wait()
+        train(model, seed=2)
+        rank, make = FAULTS[fault]
+        start = time.monotonic()
+        with make() if dist.get_rank() == rank else mock.MagicMock(), pytest.raises(PublishError) as caught:
+            publisher.publish(2)
+        seconds = time.monotonic() - start
+        assert base_hash(model) == before
+        assert not any(module.merged for module in model.modules() if hasattr(module, "merged_adapters"))
+        version = publisher.publish(3).wait()
+    assert caught.value.rank == rank
+    return str(caught.value), seconds, version.number
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_on_one_rank_is_said_alike_on_all_and_the_next_publish_works(directory, fault):
+    first, second = run_on_ranks(publish_under, directory, fault, world_size=2)
+    assert first[0] == second[0]
+    assert max(first[1], second[1]) < 10
+    exchange = Exchange.open(directory / f"fault-{fault[:8]}")
+    assert [version.step for version in exchange.versions()] == [1, 3]
+    assert exchange.versions()[-1].number == first[2] == second[2]
+    assert verify_exchange(exchange) == []
+    assert len(list((exchange.path / "versions").iterdir())) == 2
+
+
+def count_gathers_when_the_first_unit_fails(directory: Path) -> int:
+    publisher, _ = open_publisher(directory, "stops-early", publish="merged")
+    counted = mock.Mock(side_effect=lambda tensor: real(tensor))
+    real = DTensor.full_tensor
+    wrong = mock.patch.object(unit_merge, "merged_state", side_effect=RuntimeError("no merge"))
+    with publisher, mock.patch.object(DTensor, "full_tensor", lambda tensor: counted(tensor)):
+        with wrong if dist.get_rank() == 0 else mock.MagicMock(), pytest.raises(PublishError):
+            publisher.publish(1)
+        until_failure, counted.call_count = counted.call_count, 0
+        publisher.publish(2)
+        assert counted.call_count == 2 * until_failure  # two layers carry adapters, the outer unit none
+    return until_failure
+
+
+def test_after_a_failure_no_rank_goes_on_to_the_next_unit(directory):
+    first, second = run_on_ranks(count_gathers_when_the_first_unit_fails, directory, world_size=2)
+    assert first == second == 7 * 3 + 3  # seven modules with W, A and B, three of them with a bias
+
+
+def die_in_the_middle(directory: Path) -> tuple[str, float]:
+    publisher, _ = open_publisher(directory, "dies", publish="merged")
+    real, calls, start = DTensor.full_tensor, [], time.monotonic()
+
+    def gather(tensor: DTensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(tensor)
+
+    with (
+        mock.patch("weightferry.exporter.collectives.SETTLE_S", 3.0),
+        mock.patch.object(DTensor, "full_tensor", gather if dist.get_rank() == 1 else real),
+        pytest.raises(PublishError) as caught,
+    ):
+        publisher.publish(1)
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_rank_killed_while_gathering_is_named_within_seconds_and_nothing_appears(directory):
+    (said, seconds), _ = run_on_ranks(die_in_the_middle, directory, world_size=2, may_die=[1])
+    assert "rank 1 failed: it died, or hangs" in said
+    assert seconds < 10
+    exchange = Exchange.open(directory / "dies")
+    assert exchange.versions() == []
+    assert list((exchange.path / "versions").iterdir()) == []
+
+
+@pytest.fixture
+def publisher(directory: Path, tmp_path: Path):
+    """In this process, unsharded."""
+    made, _ = open_publisher(directory, str(tmp_path / "exchange"))
+    with made:
+        yield made
+
+
+def test_what_was_committed_stays_though_the_pointer_could_not_be_moved(publisher, tmp_path, caplog):
+    with mock.patch(
+        "weightferry.shared.publication.point_at_newest", side_effect=OSError(errno.ENOSPC, "full")
+    ):
+        version = publisher.publish(1).wait()
+    exchange = Exchange.open(tmp_path / "exchange")
+    assert [found.number for found in exchange.versions()] == [version.number]
+    assert version.path.is_dir()
+    assert f"version {version.number} is committed, but afterwards" in caplog.text
+    publisher.publish(2)
+    assert verify_exchange(exchange) == []
+
+
+def test_a_training_that_diverged_is_not_published(directory, tmp_path):
+    publisher, model = open_publisher(directory, str(tmp_path / "exchange"))
+    with publisher, torch.no_grad():
+        next(p for n, p in model.named_parameters() if "layers.1" in n and "lora_B" in n)[0, 0] = float("nan")
+        with pytest.raises(PublishError, match=r"the merged model\.layers\.1\S* is not finite"):
+            publisher.publish(1)
+    assert Exchange.open(tmp_path / "exchange").versions() == []
+
+
+def test_a_base_that_moved_after_the_start_is_not_published(directory, tmp_path):
+    publisher, model = open_publisher(directory, str(tmp_path / "exchange"))
+    with publisher:
+        model.merge_adapter()
+        with pytest.raises(Exception, match=r"BaseMismatch|differs from .* unmerge adapters") as caught:
+            publisher.publish(1)
+        model.unmerge_adapter()
+        assert type(caught.value).__name__ == "BaseMismatchError"
+
+
+def test_another_adapter_than_at_the_start_is_refused(directory, tmp_path):
+    publisher, model = open_publisher(directory, str(tmp_path / "exchange"))
+    with publisher:
+        publisher.publish(1)
+        base_model(model).model.norm.weight.requires_grad_(True)
+        with pytest.raises(Exception, match="other tensors trained, than when the publisher was made"):
+            publisher.publish(2)
