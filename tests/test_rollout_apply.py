@@ -90,8 +90,11 @@ def test_a_version_that_keeps_failing_is_tried_a_bounded_number_of_times(world):
     world.check_serves(0)
     assert world.state.refused[bad].tries == 3
     assert world.engine.events.count("pause") == 3
+    world.publish(2)  # fails too, and gives the first no further try
+    world.look()
+    assert world.state.refused[bad].tries == 3
     world.engine.failures = []
-    good = world.publish(2)
+    good = world.publish(3)
     world.look()
     world.check_serves(good)
 
