@@ -21,7 +21,7 @@ from weightferry.trainer.settings import DataSettings
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}"
-    "{% if message.role == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
+    "{% if message.role == 'assistant' %}<eos>{% endif %}~{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 # As templates that drop the reasoning of all turns but the last do.
@@ -45,11 +45,11 @@ def learned(example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
     """The text whose tokens carry the loss."""
     pairs = zip(example.token_ids, example.labels, strict=True)
     assert all(label in (token, NO_LOSS) for token, label in pairs)
-    return tokenizer.decode([label for label in example.labels if label != NO_LOSS])
+    return str(tokenizer.decode([label for label in example.labels if label != NO_LOSS]))
 
 
 def text(example: Example, tokenizer: PreTrainedTokenizerFast) -> str:
-    return tokenizer.decode(list(example.token_ids))
+    return str(tokenizer.decode(list(example.token_ids)))
 
 
 def test_only_the_completion_and_its_end_carry_the_loss(tmp_path, tokenizer):

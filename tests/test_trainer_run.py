@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,9 +81,10 @@ def test_the_settings_are_written_beside_the_metrics(finished: TrainerJob):
 def test_every_version_loads_as_a_checkpoint_and_only_the_first_is_the_base(finished: TrainerJob, base: Path):
     original = load_file(base / "model.safetensors")
     for version in Exchange.open(finished.exchange).versions():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             version.path, dtype=torch.bfloat16, output_loading_info=True
         )
+        model, info = loaded
         assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         same = [torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items()]
         assert all(same) == (version.step == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -49,7 +50,8 @@ def make_tiny_model(
         pad_token_id=0,
         initializer_range=0.15,  # sharp enough that greedy answers differ between versions
     )
-    Qwen2ForCausalLM(config).to(dtype).save_pretrained(directory)
+    model = Qwen2ForCausalLM(config).to(dtype)  # pyright: ignore[reportArgumentType]
+    model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory
 
@@ -58,7 +60,7 @@ def make_odd_model(directory: Path) -> Path:
     """A Qwen2 whose sizes (60, 100, 97) leave ranks uneven rows, and some of four ranks none of a bias."""
     return _save(
         Qwen2ForCausalLM,
-        Qwen2Config(**_SIZES | {"hidden_size": 60, "intermediate_size": 100, "vocab_size": 97}),
+        Qwen2Config(**_sizes(hidden_size=60, intermediate_size=100, vocab_size=97)),
         directory,
     )
 
@@ -66,10 +68,10 @@ def make_odd_model(directory: Path) -> Path:
 def make_tiny_moe(directory: Path) -> Path:
     """A Qwen3-MoE of 4 experts, top 2: fused in memory, one tensor an expert and projection on disk."""
     moe = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_SIZES | {"hidden_size": 64} | moe), directory)
+    return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_sizes(hidden_size=64, **moe)), directory)
 
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": len(CHARACTERS) + 2,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -85,8 +87,12 @@ _SIZES = {
 }
 
 
+def _sizes(**changes: int) -> dict[str, Any]:
+    return _SIZES | changes
+
+
 def _save(kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path) -> Path:
     torch.manual_seed(0)
-    kind(config).to(torch.bfloat16).save_pretrained(directory)
+    kind(config).bfloat16().save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory
