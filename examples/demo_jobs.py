@@ -10,6 +10,7 @@ about a job shows the end of its log and where the rest is.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,6 +29,8 @@ STOP_DEADLINE_S = 75.0
 KILL_DEADLINE_S = 10.0
 POLL_S = 0.1
 LOG_TAIL_LINES = 15
+# How both jobs begin the one line that says why they ended; torchrun adds thirty lines after it.
+OWN_ERROR = re.compile(r"weightferry[a-z ]*: ")
 
 
 class Job:
@@ -73,12 +76,11 @@ class Job:
             time.sleep(POLL_S)
 
     def failure(self, problem: str) -> WeightferryError:
-        """An error that shows the end of the log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        tail = "\n".join(f"  | {line}" for line in lines)
-        return WeightferryError(
-            f"the {self.name} {problem}. Its log ends with:\n{tail}\n  whole log: {self.log}"
-        )
+        """An error that shows what the job itself gave as its reason, or else the end of its log."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        reasons = [line for line in lines if OWN_ERROR.match(line)]
+        shown = "\n".join(f"  | {line}" for line in reasons or lines[-LOG_TAIL_LINES:])
+        return WeightferryError(f"the {self.name} {problem}. It says:\n{shown}\n  whole log: {self.log}")
 
     def stop(self) -> None:
         """End it: SIGTERM; after the deadline or a second Ctrl-C, SIGKILL to it and its descendants."""

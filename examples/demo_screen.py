@@ -16,7 +16,7 @@ from rich.table import Table
 from .demo_client import Measurement
 
 REFRESHES_PER_S = 4
-BAR_CELLS = 20
+BAR_CELLS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

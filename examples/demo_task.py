@@ -14,7 +14,6 @@ from pathlib import Path
 
 from .demo_client import Measurement, PolicyClient
 
-ALPHABET = "0123456789+="
 ANSWER_LENGTH = 3
 NUM_HELD_OUT = 1000
 NUM_ASKED = 200

@@ -36,6 +36,7 @@ def test_every_character_is_one_token_and_comes_back(quick_recipe):
     tokenizer = make_tokenizer()
     ids = tokenizer("07+45=250<eos>").input_ids
     assert len(ids) == 10
+    assert len(tokenizer("text").input_ids) == 4
     assert tokenizer.decode(ids, skip_special_tokens=True) == "07+45=250"
 
 

@@ -45,6 +45,14 @@ def test_a_job_that_dies_is_named_with_the_end_of_its_log(tmp_path):
             job.require_running_or_done()
 
 
+def test_the_reason_that_a_job_gave_is_shown_without_what_came_after(tmp_path):
+    with start(tmp_path, "print('weightferry: no such base', flush=True); raise ValueError('noise')") as job:
+        with pytest.raises(WeightferryError) as raised:
+            job.wait_until(lambda: False, what="it was ready", deadline_s=30)
+        assert "| weightferry: no such base" in str(raised.value)
+        assert "noise" not in str(raised.value)
+
+
 def test_waiting_for_a_job_has_a_deadline(tmp_path):
     with (
         start(tmp_path, "import time; time.sleep(600)") as job,

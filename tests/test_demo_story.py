@@ -101,7 +101,7 @@ def test_on_a_terminal_the_table_is_drawn_live_and_says_what_is_waited_for():
         screen.show(rows, "training")
         screen.finish(rows)
     assert "training" in out.getvalue()
-    assert "50.0% " + "█" * 10 in out.getvalue()
+    assert "50.0% " + "█" * 5 in out.getvalue()
 
 
 def a_half_right_version(number: int) -> Measurement:
