@@ -6,6 +6,7 @@ people. Losing the beat never endangers data: fencing is the log's.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,13 @@ from .digest import canonical_json
 from .store import Store
 
 BEATS_PER_TTL = 3
+_LOG = logging.getLogger(__name__)
 
 
 class Beat:
     """Rewrites the file `path` of a store with `content(count)` three times a ttl until closed.
 
-    A failed rewrite (full disk, lost mount) is kept in `last_error` and tried again at the next beat.
+    A failed rewrite (full disk, lost mount) is logged, kept in `last_error`, and tried again at the next.
     """
 
     def __init__(
@@ -46,4 +48,9 @@ class Beat:
                 self._store.replace(self._path, canonical_json(self._content(self._count)), sync=False)
                 self.last_error = None
             except OSError as error:
+                if self.last_error is None:
+                    where = self._store.where(self._path)
+                    _LOG.warning(
+                        "%s cannot be rewritten, so others may think its owner dead: %s", where, error
+                    )
                 self.last_error = error

@@ -10,8 +10,10 @@ Follows docs/format.md [5] and [7].
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +25,9 @@ from .store import Store
 
 LOG_NAME = "log"
 KINDS = ("epoch", "version", "retention", "pin", "unpin")
+MANY_ENTRIES, ENTRIES_AT_ONCE = 32, 16
+TAKEN_SLOT_DEADLINE_S = 60.0
+_PAUSE_S = 0.05
 _DIGITS = 12
 _RESTORE = "restore the file from a copy, or start a new exchange: this one cannot be trusted without it"
 
@@ -142,7 +147,20 @@ class CommitLog:
     def absorb(self) -> None:
         """Read every entry after the last one known, in order, up to the first free slot."""
         with self._lock:
+            if not self.entries:
+                self._absorb_at_once()
             while (entry := self._read(len(self.entries) + 1)) is not None:
+                self._enter(entry)
+
+    def _absorb_at_once(self) -> None:
+        """Read a long log for the first time, many entries at a time; a far store takes its time for each."""
+        num_listed = len(self._store.list(LOG_NAME))
+        if num_listed < MANY_ENTRIES:
+            return
+        with ThreadPoolExecutor(ENTRIES_AT_ONCE, thread_name_prefix="read log") as pool:
+            for entry in pool.map(self._read, range(1, num_listed + 1)):
+                if entry is None:
+                    return  # a gap: `require_dense` and verification say so
                 self._enter(entry)
 
     @property
@@ -185,13 +203,14 @@ class CommitLog:
         return self._append(decide, kind=kind, epoch=_REIGNING, **fields)
 
     def _append(self, decide: Decide, *, kind: str, epoch: int | None, **fields: Any) -> LogEntry | None:
-        nonce = uuid.uuid4().hex
+        nonce, tried = uuid.uuid4().hex, (0, 0.0)
         with self._lock:
             while True:
                 self.absorb()
                 if epoch and self.highest_epoch > epoch:
                     raise WriterFencedError(self._fenced_message(epoch))
                 number = len(self.entries) + 1
+                tried = self._require_progress(number, tried)
                 decided = decide(number)
                 if decided is None:
                     return None
@@ -205,6 +224,19 @@ class CommitLog:
                     continue  # another process has this slot: read it, look at its epoch, try the next
                 self._enter(entry)
                 return entry
+
+    def _require_progress(self, number: int, tried: tuple[int, float]) -> tuple[int, float]:
+        """A slot that is taken must be readable soon; (slot, when it was first tried) is carried along."""
+        if tried[0] != number:
+            return number, time.monotonic()
+        if time.monotonic() - tried[1] > TAKEN_SLOT_DEADLINE_S:
+            raise IntegrityError(
+                self._store.where(f"{LOG_NAME}/{slot_name(number)}"),
+                f"is taken, yet cannot be read for {TAKEN_SLOT_DEADLINE_S:g} s",
+                action="see whether this file system or bucket answers everybody alike, then start again",
+            )
+        time.sleep(_PAUSE_S)
+        return tried
 
     def _enter(self, entry: LogEntry) -> None:
         self.entries.append(entry)

@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from tiny_exchange import CHANGED, UNCHANGED, make_base, publish, writing
 
+from weightferry.shared.beat import Beat
 from weightferry.shared.errors import (
     BaseMismatchError,
     ExchangeNotFoundError,
@@ -218,6 +220,52 @@ def test_a_gap_in_the_log_stops_the_next_writer(exchange):
         writing(Exchange.open(exchange.path, base=exchange.base_dir)),
     ):
         pass
+
+
+def test_a_long_log_is_read_in_order_and_up_to_a_gap(exchange):
+    for _ in range(40):
+        exchange.log.append(kind="epoch", epoch=None, run_id="r", owner="o")
+    reader = Exchange.open(exchange.path)
+    reader.log.absorb()
+    assert [entry.number for entry in reader.log.entries] == list(range(1, 41))
+    assert reader.log.highest_epoch == 40
+    (exchange.path / "log" / "000000000035.json").unlink()
+    gapped = Exchange.open(exchange.path)
+    with pytest.raises(IntegrityError, match=r"000000000035\.json: is missing"):
+        gapped.log.require_dense()
+    assert len(gapped.log.entries) == 34
+
+
+def test_a_slot_that_is_taken_and_never_readable_ends_in_an_error(exchange, monkeypatch):
+    def taken(_path, _data):
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr("weightferry.shared.commit_log.TAKEN_SLOT_DEADLINE_S", 0.2)
+    monkeypatch.setattr(exchange.store, "create", taken)
+    with pytest.raises(IntegrityError, match=r"000000000001\.json: is taken, yet cannot be read"):
+        ExchangeWriter.become(exchange, run_id="r")
+
+
+def test_a_beat_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(exchange, monkeypatch, caplog):
+    real_replace, failing = exchange.store.replace, [True]
+
+    def replace(path, data, *, sync=True):
+        if not sync and failing[0]:
+            raise OSError(28, "No space left on device", path)
+        real_replace(path, data, sync=sync)
+
+    monkeypatch.setattr(exchange.store, "replace", replace)
+    beat = Beat(exchange.store, "readers/r.json", lambda count: {"beat": count}, ttl_s=0.03)
+    deadline = time.monotonic() + 10
+    while beat.last_error is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    failing[0] = False
+    while beat.last_error is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    beat.close()
+    assert caplog.text.count("readers/r.json cannot be rewritten") == 1
 
 
 def test_files_follow_the_umask(exchange):
