@@ -20,6 +20,7 @@ import importlib.util
 import inspect
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -107,7 +108,7 @@ def _collect(processes: dict[Connection, BaseProcess], deadline_s: float) -> lis
         for inlet in wait([inlet for inlet in processes if inlet not in reports], timeout=left_s):
             assert isinstance(inlet, Connection)
             try:
-                reports[inlet] = inlet.recv()
+                reports[inlet] = pickle.loads(inlet.recv_bytes())
             except EOFError:
                 reports[inlet] = (False, _DIED)
             if not reports[inlet][0]:
@@ -143,9 +144,10 @@ def _run(
             dist.init_process_group(
                 "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=deadline
             )
-        outlet.send((True, _load(*place)(*arguments, **options)))
+        report = (True, _load(*place)(*arguments, **options))
     except BaseException:
-        outlet.send((False, traceback.format_exc()))
+        report = (False, traceback.format_exc())
+    outlet.send_bytes(pickle.dumps(report))  # by value: `send` would lend tensors that end with this process
     outlet.close()
     sys.stdout.flush()
     os._exit(0)  # communicators of a peer that died would wait for it on a regular way out
