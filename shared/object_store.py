@@ -129,8 +129,13 @@ class ObjectStore:
             self._remove_marker(parent)
 
     def sweep(self, directory: str) -> int:
-        """Nothing unfinished is ever visible; unfinished uploads go with their version's directory."""
-        return 0
+        """Abort the uploads of objects directly in a directory; nothing unfinished is ever visible."""
+        if not directory:
+            return 0
+        unfinished = [one for one in self._unfinished(directory) if _parent(one[0]) == self._key(directory)]
+        for key, upload_id in unfinished:
+            self._abort(key, upload_id)
+        return len(unfinished)
 
     def _remove_marker(self, directory: str) -> None:
         """Some servers (SeaweedFS) list an empty directory for a while; deleting `name/` ends that."""
@@ -196,9 +201,12 @@ class ObjectStore:
 
     def _abort_uploads(self, directory: str) -> None:
         for key, upload_id in self._unfinished(directory):
-            bucket, _, name = key.partition("/")
-            with self._errors_of("abort an upload of", directory), suppress(FileNotFoundError):
-                self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=upload_id)
+            self._abort(key, upload_id)
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        bucket, _, name = key.partition("/")
+        with self._errors_of("abort an upload of", name), suppress(FileNotFoundError):
+            self._fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=upload_id)
 
     @contextmanager
     def _errors_of(self, act: str, path: str) -> Iterator[None]:
@@ -210,6 +218,10 @@ class ObjectStore:
         except Exception as error:
             where = self.where(path)
             raise OSError(errno.EIO, f"could not {act} {where}: {type(error).__name__}: {error}") from error
+
+
+def _parent(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def open_object_store(url: str) -> ObjectStore:

@@ -16,7 +16,7 @@ from .beat import Beat
 from .commit_log import LOG_NAME
 from .digest import canonical_json
 from .errors import ExchangeError, WriterActiveError
-from .exchange import VERSIONS_NAME, Exchange
+from .exchange import BASE_NAME, VERSIONS_NAME, Exchange
 from .kill_points import reach
 from .lease import READERS_NAME
 from .manifest import FORMAT, MANIFEST_NAME, check_format, read_json_object
@@ -51,6 +51,7 @@ class ExchangeWriter:
         self.prune_error: Exception | None = None
         self._ttl_s, self._closed = ttl_s, False
         self.sweep_report = sweep_unfinished(exchange)
+        exchange.store.sweep(BASE_NAME)  # only a writer may: another one could be storing a shard there
         mend_pointer(exchange)
         self._beat = Beat(exchange.store, WRITER_NAME, self._content, ttl_s)
         self.base_shards: dict[str, Any] = {}

@@ -38,6 +38,19 @@ class TestObjectStore(StoreContract):
         with pytest.raises(KeyError):
             write_and_fail()
 
+    def test_a_sweep_aborts_the_uploads_directly_in_a_directory_and_no_others(self, store, stores):
+        code = (
+            "import os, sys; from weightferry.shared.object_store import open_object_store\n"
+            "store = open_object_store(sys.argv[1])\n"
+            "with store.new_file('base/shard') as one, store.new_file('versions/a/half') as two:\n"
+            "    one.write(bytes(40 << 20)); two.write(bytes(40 << 20)); os.kill(os.getpid(), 9)"
+        )
+        subprocess.run([sys.executable, "-c", code, store.where("")], timeout=120, check=False)
+        assert store.list_started("base") == ["shard"]
+        assert [store.sweep(directory) for directory in ("", "versions", "base")] == [0, 0, 1]
+        assert store.list_started("base") == []
+        assert store.list_started("versions") == ["a"]
+
     def test_a_look_at_a_small_file_is_one_request(self, store, monkeypatch):
         store.replace("latest.json", b"1")
         requests, real_call = [], store._fs._call_s3
