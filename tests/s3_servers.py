@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import s3fs
 KEY, SECRET, BUCKET = "ferry", "ferry-secret", "ferry"
 START_DEADLINE_S = 60.0
 NAMES = ("seaweedfs", "moto")
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -31,7 +34,9 @@ def s3_server(name: str, folder: Path) -> Iterator[str]:
     client = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
     before = {name: os.environ.get(name) for name in (*client, "AWS_DEFAULT_REGION")}
     with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=folder, preexec_fn=_die_with_the_parent
+        )
     try:
         _wait_until_it_answers(process, endpoint, folder / "server.log")
         os.environ.update(client, AWS_DEFAULT_REGION="us-east-1")
@@ -49,6 +54,11 @@ def s3_server(name: str, folder: Path) -> Iterator[str]:
 def fresh_url() -> str:
     """A prefix of the bucket that nobody used before."""
     return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+def _die_with_the_parent() -> None:
+    """A test process that is killed outright leaves no server behind (Linux, prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _free_port() -> int:
