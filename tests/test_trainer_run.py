@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,17 @@ import torch
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from trainer_job import TrainerJob, children_of, wait_for
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from weightferry.shared.checkpoint import Checkpoint
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.verify import verify_exchange
+from weightferry.trainer.batches import Batches
+from weightferry.trainer.dataset import load_examples
+from weightferry.trainer.lora_settings import lora_config
+from weightferry.trainer.model import load_policy
+from weightferry.trainer.settings import ModelSettings
+from weightferry.trainer.settings_file import load_settings
 from weightferry.trainer.stop import SAME_REQUEST_S
 
 pytestmark = pytest.mark.ranks
@@ -114,6 +123,38 @@ def test_micro_batches_change_the_memory_and_not_the_result(job: TrainerJob, tmp
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
+def plain_losses(job: TrainerJob, num_steps: int) -> list[float]:
+    """What a loop as short as it can be gives from the same rows and start, with transformers' own loss."""
+    settings = load_settings(job.settings)
+    tokenizer = AutoTokenizer.from_pretrained(job.base)
+    examples = load_examples(settings.data, tokenizer)
+    batches = Batches(examples=examples, batch_size=8, micro_batch_size=None, seed=settings.seed, pad_id=0)
+    model_settings = ModelSettings(dtype="float32")
+    policy = load_policy(
+        Checkpoint.open(job.base), model_settings, lora_config(settings.lora), seed=settings.seed
+    )
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
+    losses = []
+    for step in range(1, num_steps + 1):
+        (batch,) = batches.share(step, rank=0, world_size=1).micro_batches
+        loss = policy(
+            input_ids=batch.input_ids_BT, attention_mask=batch.attention_mask_BT, labels=batch.labels_BT
+        ).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_losses_are_those_of_a_plain_loop_on_an_unsharded_model(job: TrainerJob):
+    assert job.run("model.dtype='float32'", "schedule.num_steps=4").returncode == 0
+    losses = [record["loss"] for record in job.metrics("step")]
+    assert losses == pytest.approx(plain_losses(job, 4), rel=1e-4)
+
+
 def last_published_step(job: TrainerJob) -> int:
     latest = Exchange.open(job.exchange).latest()
     assert latest is not None
@@ -136,6 +177,21 @@ def test_a_stop_signal_to_torchrun_reaches_the_ranks_and_the_last_version_is_pub
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
     assert last_published_step(job) == job.metrics("step")[-1]["step"], output
+
+
+def test_one_request_that_arrives_twice_within_a_moment_is_one():
+    code = (
+        "import os, signal\n"
+        "from weightferry.trainer.stop import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):\n"
+        "        os.kill(os.getpid(), number)\n"
+        "    print(stop.is_requested)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n")
 
 
 def test_a_second_stop_signal_ends_at_once_without_a_version(job: TrainerJob):

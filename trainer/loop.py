@@ -176,9 +176,8 @@ def _load_tokenizer(base: Checkpoint) -> PreTrainedTokenizerBase:
         raise BaseCheckpointError(
             f"{base.path} has no tokenizer that can be loaded: {first_line}; add the tokenizer's files"
         ) from None
-    if not tokenizer(
-        "text", add_special_tokens=False
-    ).input_ids:  # of no files transformers makes an empty one
+    # Where there are no files transformers makes a tokenizer without a vocabulary.
+    if not tokenizer("text", add_special_tokens=False).input_ids:
         raise BaseCheckpointError(
             f"{base.path} has no tokenizer with a vocabulary; add the tokenizer's files"
         )
