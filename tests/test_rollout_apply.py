@@ -40,7 +40,8 @@ def test_steps_are_in_the_one_right_order_and_counts_balance(world):
 
 
 def test_the_newest_version_goes_first_and_older_ones_are_skipped(world):
-    world.publish(1), world.publish(2)
+    world.publish(1)
+    world.publish(2)
     newest = world.publish(3)
     world.look()
     world.check_serves(newest)
@@ -199,11 +200,12 @@ def test_the_exchange_is_not_needed_after_an_apply(world):
 
 
 def test_the_cache_holds_the_active_version_and_no_more(world):
+    numbers = []
     for step in range(4):
-        number = world.publish(step)
+        numbers.append(world.publish(step))
         world.look()
     (kept,) = world.cache_dir.iterdir()
-    assert kept.name == f"version-{number:012d}"
+    assert kept.name == f"version-{numbers[-1]:012d}"
 
 
 def test_no_lease_stays_behind(world):
