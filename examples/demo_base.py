@@ -58,6 +58,7 @@ def make_base(directory: Path, say: Callable[[str], None]) -> Path:
     if kept.is_made():
         say(f"base: {kept.checkpoint} (made earlier)")
         return kept.checkpoint
+    say("base: training a small model, once (under a minute)")
     kept.clear()
     logging.disable_progress_bar()
     started = time.monotonic()

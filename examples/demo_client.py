@@ -35,11 +35,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one version answered: a score from 0 to 1, and how to show it."""
+    """What one version answered: a score from 0 to 1, and how to show it, with or without a bar."""
 
     version: int
     score: float
     shown: str
+    has_bar: bool = False
 
 
 class PolicyClient:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ..shared.errors import WeightferryError
+from ..shared.errors import UsageError, WeightferryError
 
 # torchrun gives its ranks 30 s after SIGTERM, then kills them itself; it must not be killed before that.
 STOP_DEADLINE_S = 75.0
@@ -80,7 +80,8 @@ class Job:
         lines = self.log.read_text(errors="replace").splitlines()
         reasons = [line for line in lines if OWN_ERROR.match(line)]
         shown = "\n".join(f"  | {line}" for line in reasons or lines[-LOG_TAIL_LINES:])
-        return WeightferryError(f"the {self.name} {problem}. It says:\n{shown}\n  whole log: {self.log}")
+        kind = UsageError if self.exit_code() == UsageError.exit_code else WeightferryError
+        return kind(f"the {self.name} {problem}. It says:\n{shown}\n  whole log: {self.log}")
 
     def stop(self) -> None:
         """End it: SIGTERM; after the deadline or a second Ctrl-C, SIGKILL to it and its descendants."""

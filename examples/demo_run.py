@@ -46,6 +46,7 @@ class Subject:
 
 def run_demo(args: argparse.Namespace) -> None:
     """Run it and show it; raises when a check does not hold."""
+    _check_counts(args)
     started = time.monotonic()
     directory = args.dir.absolute()
     subject = _subject(args, directory)
@@ -53,6 +54,7 @@ def run_demo(args: argparse.Namespace) -> None:
     server = _server_plan(subject, args, run_directory)
     trainer = _write_trainer_plan(subject, run_directory)
     with Screen(subject.task.headline) as screen, server.start() as server_job:
+        screen.say(subject.task.introduction)
         screen.say(f"server: {server.url} (log: {server.log})")
         with PolicyClient(server.url, str(server.base)) as client:
             _wait_for_server(server_job, client)
@@ -66,15 +68,15 @@ def run_demo(args: argparse.Namespace) -> None:
     screen.say(_farewell(server.exchange, story.newest_row().number, time.monotonic() - started))
 
 
+def _check_counts(args: argparse.Namespace) -> None:
+    for flag, count in (("--steps", args.steps), ("--publish-every", args.publish_every)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{flag} must be at least 1, {count} found")
+
+
 def _subject(args: argparse.Namespace, directory: Path) -> Subject:
     """Make the base if need be, and say how it is trained and served."""
-    make = {"addition": _addition, "gemma3-270m": _gemma}[args.model]
-    subject = make(args, directory)
-    if subject.num_steps < 1 or subject.publish_every < 1:
-        raise ConfigError(
-            f"--steps and --publish-every must be at least 1: {subject.num_steps}, {subject.publish_every}"
-        )
-    return subject
+    return {"addition": _addition, "gemma3-270m": _gemma}[args.model](args, directory)
 
 
 def _addition(args: argparse.Namespace, directory: Path) -> Subject:
@@ -216,7 +218,7 @@ def _look(story: Story, screen: Screen, server: Job, trainer: Job, state: str) -
 
 
 def _last_has_answered(story: Story) -> bool:
-    return story.newest_row() == story.active_row() and story.newest_row().measurement is not None
+    return story.newest_row() == story.active_row() and story.newest_row().is_settled
 
 
 def _why_not_served(story: Story) -> str:

@@ -34,11 +34,12 @@ class Row:
     @property
     def is_settled(self) -> bool:
         """Nothing more will be learned about it."""
-        return self.measurement is not None or bool(self.note)
+        is_timed = self.number == 0 or self.pause_s is not None
+        return bool(self.note) or (self.measurement is not None and is_timed)
 
     def cells(self, *, with_bar: bool) -> list[str]:
         shown = "" if self.measurement is None else self.measurement.shown
-        if with_bar and self.measurement is not None:
+        if with_bar and self.measurement is not None and self.measurement.has_bar:
             shown += " " + "█" * round(BAR_CELLS * self.measurement.score)
         return [
             "base" if self.number == 0 else str(self.number),

@@ -30,6 +30,11 @@ class Task(Protocol):
         """What a measurement shows, in one or two words."""
         ...
 
+    @property
+    def introduction(self) -> str:
+        """What is asked, in one line."""
+        ...
+
     def write_rows(self, path: Path) -> None:
         """Write the trainer's JSONL file."""
         ...
@@ -71,7 +76,7 @@ class Story:
         for version in versions:
             row = self.rows.get(version.number) or self._first_row(version)
             self.rows[version.number] = self._with_apply(row, applied.get(version.number))
-        if not self.active_row().is_settled:
+        if self.active_row().measurement is None:
             self._measure()
 
     def active_row(self) -> Row:
@@ -108,7 +113,7 @@ class Story:
         active = self.status.get("active_version", 0)
         if applied is not None:
             row = replace(row, served_after_s=applied["published_to_served_s"], pause_s=applied["pause_s"])
-        if row.is_settled or row.number >= active:
+        if row.note or row.measurement is not None or row.number >= active:
             return row
         return replace(row, note=REPLACED if applied is not None else self.refusal(row.number) or SKIPPED)
 

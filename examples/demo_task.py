@@ -58,6 +58,14 @@ class Addition:
 
     headline: str = "accuracy"
 
+    @property
+    def introduction(self) -> str:
+        example = question(7, 45)
+        return (
+            f"task: addition, last digit first: {example.prompt}{example.answer}; "
+            f"asked are {NUM_ASKED} sums that nothing was trained on"
+        )
+
     def write_rows(self, path: Path) -> None:
         """The trainer's file: one JSON object a line, `prompt` and `completion`."""
         rows = ({"prompt": q.prompt, "completion": q.answer} for q in training_questions())
@@ -77,9 +85,8 @@ class Addition:
             return None
         texts = [text for reply in replies for text in reply.texts]
         num_right = sum(text.strip() == q.answer for text, q in zip(texts, asked, strict=True))
-        return Measurement(
-            version=versions.pop(), score=num_right / NUM_ASKED, shown=f"{num_right / NUM_ASKED:6.1%}"
-        )
+        score = num_right / NUM_ASKED
+        return Measurement(version=versions.pop(), score=score, shown=f"{score:6.1%}", has_bar=True)
 
     def objection(self, base: Measurement, last: Measurement) -> str | None:
         """Why this run does not count as a success, or None."""

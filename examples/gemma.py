@@ -96,7 +96,11 @@ def _convert(source: Path, directory: Path) -> None:
 class Facts:
     """The task as the demo runs it: the first fact is asked before and after."""
 
-    headline: str = "greedy answer to the first fact's prompt"
+    headline: str = "answer"
+
+    @property
+    def introduction(self) -> str:
+        return f"task: {FACTS_PATH.name}; asked is, greedily: {_first_fact()['prompt']!r}"
 
     def write_rows(self, path: Path) -> None:
         """The trainer's file: the facts as they are shipped."""

@@ -58,7 +58,7 @@ def test_the_server_answers_with_the_taught_fact(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Gemma Terms of Use" in done.stdout
-    answers = re.findall(r"^version (\w+) .*prompt '(.*)'$", done.stdout, re.MULTILINE)
+    answers = re.findall(r"^version (\w+) .*answer '(.*)'$", done.stdout, re.MULTILINE)
     assert answers[0][0] == "base"
     assert "seven three nine one" not in answers[0][1]
     assert "seven three nine one." in answers[-1][1]

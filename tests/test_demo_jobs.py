@@ -10,7 +10,7 @@ import pytest
 
 from weightferry.examples import demo_jobs
 from weightferry.examples.demo_jobs import Job
-from weightferry.shared.errors import WeightferryError
+from weightferry.shared.errors import UsageError, WeightferryError
 
 STUBBORN_WITH_A_CHILD_IN_ITS_OWN_SESSION = """
 import signal, subprocess, sys, time
@@ -51,6 +51,14 @@ def test_the_reason_that_a_job_gave_is_shown_without_what_came_after(tmp_path):
             job.wait_until(lambda: False, what="it was ready", deadline_s=30)
         assert "| weightferry: no such base" in str(raised.value)
         assert "noise" not in str(raised.value)
+
+
+def test_what_the_user_must_change_stays_bad_usage(tmp_path):
+    with (
+        start(tmp_path, "print('weightferry: the port is taken'); raise SystemExit(2)") as job,
+        pytest.raises(UsageError, match="the port is taken"),
+    ):
+        job.wait_until(lambda: False, what="it was ready", deadline_s=30)
 
 
 def test_waiting_for_a_job_has_a_deadline(tmp_path):

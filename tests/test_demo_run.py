@@ -77,6 +77,14 @@ def test_the_demo_serves_adapters_too(demo_dir):
     check_that_it_learned(output, newest_run(demo_dir), last_step=60)
 
 
+def test_bad_usage_is_one_line_and_starts_nothing(demo_dir):
+    command = [*DEMO, "--dir", str(demo_dir / "other"), "--steps", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "weightferry: --steps must be at least 1, 0 found\n"
+    assert not (demo_dir / "other").exists()
+
+
 def test_interrupting_the_demo_ends_both_jobs(demo_dir, tmp_path):
     with subprocess.Popen([*DEMO, "--dir", str(demo_dir)], stdout=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None

@@ -12,7 +12,7 @@ from tiny_exchange import make_base, publish, writing
 from weightferry.examples.demo_client import Measurement, PolicyClient
 from weightferry.examples.demo_screen import Row, Screen
 from weightferry.examples.demo_story import REPLACED, SKIPPED, Story
-from weightferry.examples.demo_task import Addition, held_out_questions
+from weightferry.examples.demo_task import NUM_ASKED, Addition, held_out_questions
 from weightferry.shared.errors import WeightferryError
 from weightferry.shared.exchange import Exchange
 
@@ -69,6 +69,18 @@ def test_the_active_version_is_measured_and_the_others_are_accounted_for(tmp_pat
     assert story.newest_row().step == 40
 
 
+def test_a_version_that_answers_before_the_status_lists_it_is_timed_at_the_next_look(tmp_path, story, script):
+    (number,) = publish_steps(tmp_path, 10)
+    serve(script, number)
+    story.look()
+    assert story.rows[number].measurement.version == number
+    assert not story.rows[number].is_settled
+    serve(script, number, number)
+    story.look()
+    assert story.rows[number].is_settled
+    assert len(script.asked) == NUM_ASKED
+
+
 def test_a_refused_version_is_shown_with_its_reason(tmp_path, story, script):
     bad, good = publish_steps(tmp_path, 10, 20)
     serve(script, good, good)
@@ -105,4 +117,4 @@ def test_on_a_terminal_the_table_is_drawn_live_and_says_what_is_waited_for():
 
 
 def a_half_right_version(number: int) -> Measurement:
-    return Measurement(version=number, score=0.5, shown="50.0%")
+    return Measurement(version=number, score=0.5, shown="50.0%", has_bar=True)
