@@ -11,7 +11,9 @@ import argparse
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..shared.checkpoint import Checkpoint
 from ..shared.errors import WeightferryError
@@ -70,5 +72,19 @@ def _tell(error: WeightferryError) -> None:
     print(f"{speaker}: {error}", file=sys.stderr, flush=True)
 
 
+def _leave(exit_code: int) -> NoReturn:
+    """End without destructors: a communicator whose peers are ending too may abort there (torch 2.13, gloo),
+    which would replace the exit code by a signal's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        exit_code = main()
+    except Exception:
+        traceback.print_exc()
+        _leave(WeightferryError.exit_code)
+    if exit_code:
+        _leave(exit_code)
