@@ -113,6 +113,7 @@ class ServerPlan:
 
     base: Path
     exchange: Path
+    cache: Path
     apply: str
     port: int
     log: Path
@@ -129,6 +130,7 @@ class ServerPlan:
         command = [
             sys.executable, "-m", "weightferry.shared.command", "serve", str(self.base),
             "--exchange", str(self.exchange), "--apply", self.apply, "--port", str(self.port),
+            "--cache-dir", str(self.cache),
             "--max-model-len", str(self.max_model_len), "--kv-cache-memory-bytes", str(self.kv_cache_bytes),
             "--enforce-eager", "--disable-uvicorn-access-log",
         ]

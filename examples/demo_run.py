@@ -134,6 +134,7 @@ def _server_plan(subject: Subject, args: argparse.Namespace, run_directory: Path
     return ServerPlan(
         base=subject.base,
         exchange=run_directory / "exchange",
+        cache=run_directory / "server-cache",
         apply=args.apply,
         port=args.port or free_port(),
         log=run_directory / "server.log",
