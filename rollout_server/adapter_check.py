@@ -42,7 +42,11 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
 
 
 def _check_config(config: dict) -> None:
-    """What vLLM's adapters cannot do: say so before it fails in its own words."""
+    """What vLLM's adapters cannot do, or do silently wrong: say so before it fails in its own words."""
+    if config.get("peft_type") != "LORA":
+        raise ApplyError(f"vLLM takes LoRA for granted, this adapter is {config.get('peft_type')}: use LoRA")
+    if config.get("bias", "none") != "none":
+        raise ApplyError("vLLM cannot serve an adapter with biases: serve with --apply merged")
     refused = {
         "use_dora": "DoRA",
         "lora_bias": "lora_bias",

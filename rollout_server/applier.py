@@ -7,7 +7,7 @@ call at a time.
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from ..shared.checkpoint import Checkpoint
 from ..shared.errors import ApplyError, WeightferryError
 from ..shared.exchange import Version
+from ..shared.manifest import FileEntry, Manifest
 from .adapter_check import check_adapter
+from .background import Background
 from .engine import Engine
 from .stager import Stager
 from .state import ServerState
@@ -24,6 +26,7 @@ from .weights import ReloadPlan, WeightSet, own_weight_files, plan_reload, weigh
 from .worker_extension import read_tensors
 
 NUM_ADAPTERS_KEPT = 3
+logger = logging.getLogger("weightferry.rollout_server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +54,19 @@ class MergedApplier:
         engine: Engine,
         stager: Stager,
         state: ServerState,
+        background: Background,
         base: Checkpoint,
         base_digests: dict[str, str],
     ) -> None:
         self._engine, self._stager, self._state, self._base = engine, stager, state, base
+        self._background = background
         self._base_set = WeightSet.of_base(base, base_digests)
         self._active, self._active_number = self._base_set, 0
 
     async def apply(self, version: Version) -> Outcome:
         started = time.monotonic()
-        wanted = await asyncio.to_thread(self._stage, version)
+        size_bytes = version.manifest.changed_bytes
+        wanted = await self._background.run("staging", lambda: self._stage(version), num_bytes=size_bytes)
         plan = plan_reload(self._active, wanted, self._base.specs)
         staged = time.monotonic()
         try:
@@ -85,12 +91,13 @@ class MergedApplier:
                 "it holds no merged weights: publish 'merged' or 'both', or serve with --apply adapter"
             )
         staged = self._stager.stage(version, own_weight_files(manifest))
-        wanted = weight_set(manifest, staged, self._base, self._base_set)
-        for file in staged.values():
-            names = [name for name, where in wanted.files.items() if where == file]
-            for name, tensor in read_tensors(file, names):
-                if not tensor.isfinite().all():
-                    raise ApplyError(f"{name} is not finite: the training diverged")
+        try:
+            wanted = weight_set(manifest, staged, self._base, self._base_set)
+            for file in staged.values():
+                _require_finite(file, [name for name, where in wanted.files.items() if where == file])
+        except BaseException:
+            self._stager.drop(version.number)
+            raise
         return wanted
 
     async def _swap(self, plan: ReloadPlan, version: Version) -> None:
@@ -120,8 +127,7 @@ class MergedApplier:
             await self._engine.label(str(self._active_number))
             self._state.active_version = self._active_number
         except Exception as error:
-            self._state.state = "unhealthy"
-            self._state.why = (
+            self._state.give_up(
                 f"apply failed ({cause}), and version {self._active_number} could not be restored: {error}"
             )
             raise ApplyError(self._state.why) from error
@@ -131,56 +137,89 @@ class MergedApplier:
         try:
             await self._engine.resume()
         except Exception as error:
-            self._state.state, self._state.why = "unhealthy", f"vLLM did not resume: {error}"
+            self._state.give_up(f"vLLM did not resume: {error}")
             raise ApplyError(self._state.why) from error
 
 
 class AdapterApplier:
-    """Gives the public name a version's adapter; running requests finish with the one they have."""
+    """Gives the public name a version's adapter; running requests finish with the one they have.
+
+    Invariant: an adapter that a request was given stays loaded, and its directory stays, until that request
+    has ended: vLLM reads an evicted adapter's directory again, and one that is gone ends the engine.
+    """
 
     def __init__(
-        self, engine: Engine, stager: Stager, state: ServerState, base: Checkpoint, public_name: str
+        self,
+        engine: Engine,
+        stager: Stager,
+        state: ServerState,
+        background: Background,
+        base: Checkpoint,
+        public_name: str,
     ) -> None:
         self._engine, self._stager, self._state, self._base = engine, stager, state, base
-        self._public_name = public_name
-        self._kept: list[tuple[int, Any]] = []
+        self._background, self._public_name = background, public_name
+        self._kept: dict[int, Any] = {}
+        engine.route_public_names()
 
     async def apply(self, version: Version) -> Outcome:
         started = time.monotonic()
-        directory, num_tensors, size_bytes = await asyncio.to_thread(self._stage, version)
-        handle = await self._add(f"{self._public_name}@v{version.number}", directory)
+        num_bytes = sum(file.size_bytes for file in _adapter_files(version.manifest))
+        directory, num_tensors = await self._background.run(
+            "staging", lambda: self._stage(version), num_bytes=num_bytes
+        )
+        self._state.state = "applying"
+        handle = await self._add(version, directory)
+        # no await in between: a request that is given this adapter finds its number, and the other way round
         self._engine.route_to(handle, version.number)
         self._state.active_version = version.number
         switched = time.monotonic()
-        self._kept.append((version.number, handle))
+        self._kept[version.number] = handle
         await self._drop_old()
         return Outcome(
             stage_s=switched - started,
             pause_s=0.0,
             tensors_applied=num_tensors,
             tensors_unchanged=len(self._base.specs),
-            bytes_applied=size_bytes,
+            bytes_applied=num_bytes,
         )
 
-    async def _add(self, name: str, directory: Path) -> Any:
+    async def _add(self, version: Version, directory: Path) -> Any:
         try:
-            return await self._engine.add_adapter(name, directory)
-        except Exception as error:
-            raise ApplyError(f"vLLM refuses the adapter: {error}") from error
+            return await self._engine.add_adapter(f"{self._public_name}@v{version.number}", directory)
+        except BaseException:
+            self._stager.drop(version.number)
+            raise
 
-    def _stage(self, version: Version) -> tuple[Path, int, int]:
+    def _stage(self, version: Version) -> tuple[Path, int]:
         entry = version.manifest.adapter
         if entry is None:
             raise ApplyError("it holds no adapter: publish 'adapter' or 'both', or serve with --apply merged")
-        files = [file for file in version.manifest.files if file.path.startswith(f"{entry.dir}/")]
-        self._stager.stage(version, files)
+        self._stager.stage(version, _adapter_files(version.manifest))
         directory = self._stager.directory(version.number) / entry.dir.removeprefix(f"{version.dir}/")
-        num_tensors = check_adapter(directory, entry, self._base.specs)
-        return directory, num_tensors, sum(file.size_bytes for file in files)
+        try:
+            return directory, check_adapter(directory, entry, self._base.specs)
+        except BaseException:
+            self._stager.drop(version.number)
+            raise
 
     async def _drop_old(self) -> None:
-        """Keep those that requests may still use: vLLM reads an evicted adapter's directory again."""
-        while len(self._kept) > NUM_ADAPTERS_KEPT:
-            number, handle = self._kept.pop(0)
-            await self._engine.remove_adapter(handle)
+        """Forget adapters that no request uses; the new version answers, so a failure is only said."""
+        old = [number for number in list(self._kept)[:-NUM_ADAPTERS_KEPT] if not self._state.in_use[number]]
+        for number in old:
+            try:
+                await self._engine.remove_adapter(self._kept.pop(number))
+            except ApplyError as error:
+                logger.warning("rollout_server: the adapter of version %d: %s", number, error)
             self._stager.drop(number)
+
+
+def _require_finite(file: Path, names: list[str]) -> None:
+    for name, tensor in read_tensors(file, names):
+        if not tensor.isfinite().all():
+            raise ApplyError(f"{name} is not finite: the training diverged")
+
+
+def _adapter_files(manifest: Manifest) -> list[FileEntry]:
+    entry = manifest.adapter
+    return [file for file in manifest.files if entry and file.path.startswith(f"{entry.dir}/")]

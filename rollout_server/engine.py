@@ -48,13 +48,16 @@ class Engine(Protocol):
     async def label(self, name: str) -> None:
         """Set vLLM's own weight version."""
 
+    def route_public_names(self) -> None:
+        """From now on, adapters can stand behind the public model names; until then the base does."""
+
     async def add_adapter(self, name: str, directory: Path) -> Any:
         """Load an adapter on every worker; returns a handle for `route_to`."""
 
     async def remove_adapter(self, handle: Any) -> None: ...
 
     def route_to(self, handle: Any, number: int) -> None:
-        """From now on, requests for the public model name use this adapter."""
+        """From now on, requests for a public model name use this version's adapter."""
 
 
 def require_tested_version() -> str:
@@ -86,13 +89,39 @@ def prepare_process() -> None:
         torch.cpu._init_amx()
 
 
+def require_fitting_start(config: Any, apply: str) -> None:
+    """UnsupportedError unless vLLM (its VllmConfig) was started so that this apply mode is right."""
+    from vllm.platforms import current_platform
+
+    parallel = config.parallel_config
+    if parallel._api_process_count != 1 or parallel.data_parallel_size != 1:
+        # two watchers would pause against each other, and answers of engines but the first are not seen
+        raise UnsupportedError(
+            "weightferry needs one API server process and no data parallelism: start vLLM with "
+            "--api-server-count 1, and as many servers as you like"
+        )
+    if parallel.worker_extension_cls != WORKER_EXTENSION:
+        raise UnsupportedError(f"start vLLM with --worker-extension-cls {WORKER_EXTENSION}")
+    if current_platform.is_cpu() and not config.model_config.enforce_eager:
+        raise UnsupportedError(
+            "start vLLM with --enforce-eager: on CPU, compiled graphs keep the weights of their first run"
+        )
+    if apply == "adapter" and config.lora_config is None:
+        raise UnsupportedError("start vLLM with --enable-lora, or serve with --apply merged")
+    if apply == "merged" and config.model_config.quantization is not None:
+        raise UnsupportedError(
+            f"the base is quantised ({config.model_config.quantization}): merged weights cannot replace its "
+            "own; serve with --apply adapter"
+        )
+
+
 class VllmEngine:
     """The running vLLM behind an API server."""
 
     def __init__(self, client: Any, models: Any, deadline_s: float) -> None:
         self._client, self._models, self._deadline_s = client, models, deadline_s
-        self._public_name = models.base_model_paths[0].name
-        self._models.lora_requests = self._routes = Routes(models.lora_requests)
+        self._names = tuple(path.name for path in models.base_model_paths)
+        self._routes = Routes({}, ())
 
     async def pause(self) -> None:
         # mode "keep" with clear_cache preempts running requests, whose KV is computed anew after resume
@@ -103,11 +132,7 @@ class VllmEngine:
 
     async def reload(self, parts: tuple[Part, ...]) -> int:
         plain = [{"file": part.file, "tensors": list(part.tensors)} for part in parts]
-        call = self._client.collective_rpc("weightferry_reload", args=(plain,))
-        answers = await self._in_time("reload", call)
-        for answer in answers:
-            if not answer["ok"]:
-                raise ApplyError(f"rank {answer['rank']} could not load it: {answer['error']}")
+        answers = await self._ask_workers("reload", "weightferry_reload", plain)
         counts = {answer["num_tensors"] for answer in answers}
         if len(counts) != 1:
             raise ApplyError(f"the workers loaded different numbers of tensors: {sorted(counts)}")
@@ -120,25 +145,34 @@ class VllmEngine:
     async def label(self, name: str) -> None:
         await self._in_time("label", self._client.update_weight_version(name))
 
-    async def add_adapter(self, name: str, directory: Path) -> Any:
-        from vllm.lora.request import LoRARequest
+    def route_public_names(self) -> None:
+        self._models.lora_requests = self._routes = Routes(self._models.lora_requests, self._names)
 
-        handle = LoRARequest(
-            lora_name=name, lora_int_id=self._models.lora_id_counter.inc(1), lora_path=str(directory)
+    async def add_adapter(self, name: str, directory: Path) -> Any:
+        number = self._models.lora_id_counter.inc(1)
+        handle = adapter_request(name, number, str(directory))
+        await self._ask_workers(
+            "load of the adapter", "weightferry_add_adapter", name, number, str(directory)
         )
-        await self._in_time("load of the adapter", self._client.add_lora(handle))
         return handle
 
     async def remove_adapter(self, handle: Any) -> None:
-        call = self._client.collective_rpc("remove_lora", args=(handle.lora_int_id,))
-        await self._in_time("removal of the adapter", call)
+        await self._ask_workers("removal of the adapter", "weightferry_remove_adapter", handle.lora_int_id)
 
     def route_to(self, handle: Any, number: int) -> None:
-        self._routes.set_version(self._public_name, handle, number)
+        self._routes.set_version(handle, number)
 
     @property
     def public_name(self) -> str:
-        return self._public_name
+        return self._names[0]
+
+    async def _ask_workers(self, what: str, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of the worker extension on every rank; ApplyError names a rank that failed."""
+        answers = await self._in_time(what, self._client.collective_rpc(method, args=arguments))
+        for answer in answers:
+            if not answer["ok"]:
+                raise ApplyError(f"{what} failed on rank {answer['rank']}: {answer['error']}")
+        return answers
 
     async def _in_time(self, what: str, call: Awaitable[T]) -> T:
         try:
@@ -147,29 +181,45 @@ class VllmEngine:
             raise ApplyError(f"vLLM did not answer the {what} within {self._deadline_s:.0f} s") from None
 
 
-class Routes(dict):
-    """vLLM's table of model name -> LoRARequest, which also records the version of each look-up.
+def adapter_request(name: str, number: int, directory: str) -> Any:
+    """vLLM's handle of one adapter; its name and its directory are part of the key of cached KV."""
+    from vllm.lora.request import LoRARequest
 
-    vLLM looks a request's model up here before it compares it with the served base name
-    (entrypoints/serve/engine/serving.py, `_maybe_get_adapters`, 0.32 and 0.33): an entry under the public
-    name takes over from the base atomically, and running requests keep the adapter they were given.
-    Recording at the look-up is what makes a response's version header exact.
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory)
+
+
+class Routes(dict):
+    """vLLM's table of model name -> LoRARequest, in which the public names stand for the active version.
+
+    vLLM asks whether a request's model is in here, and takes it from here, before it compares it with the
+    served base names (entrypoints/serve/engine/serving.py, `_maybe_get_adapters`, 0.32 and 0.33): an entry
+    under a public name takes over from the base atomically, and running requests keep the adapter that they
+    were given. Recording what each request was given makes its version header exact, and says which
+    adapters are in use. Other names (the user's own --lora-modules) stand for the base, 0.
     """
 
-    def __init__(self, existing: dict) -> None:
+    def __init__(self, existing: dict, public_names: tuple[str, ...]) -> None:
         super().__init__(existing)
-        self._numbers: dict[str, int] = {}
+        self._public_names, self._number = public_names, 0
 
-    def set_version(self, name: str, handle: Any, number: int) -> None:
-        self._numbers[name] = number
-        self[name] = handle
+    def set_version(self, handle: Any, number: int) -> None:
+        self._number = number
+        self.update(dict.fromkeys(self._public_names, handle))
+
+    def __contains__(self, name: object) -> bool:
+        has_adapter = super().__contains__(name)
+        if not has_adapter:
+            self._record(0)
+        return has_adapter
 
     def __getitem__(self, name: str) -> Any:
+        self._record(self._number if name in self._public_names else 0)
+        return super().__getitem__(name)
+
+    def _record(self, number: int) -> None:
         from .version_header import record_version
 
-        if name in self._numbers:
-            record_version(self._numbers[name])
-        return super().__getitem__(name)
+        record_version(number)
 
 
 def abort_reload(model: Any) -> None:

@@ -15,15 +15,16 @@ from ..shared.base import identify_base
 from ..shared.checkpoint import Checkpoint
 from ..shared.errors import UnsupportedError
 from .applier import AdapterApplier, Applier, MergedApplier
-from .engine import VllmEngine, require_tested_version
+from .background import Background
+from .cache_dir import take_cache_dir
+from .engine import VllmEngine, require_fitting_start, require_tested_version
 from .settings import ServerSettings
 from .stager import Stager
 from .state import ServerState
-from .version_header import VersionHeader
+from .version_header import STATUS_PATH, VersionHeader
 from .watcher import Watcher
 
 MIDDLEWARE = f"{VersionHeader.__module__}.{VersionHeader.__name__}"
-STATUS_PATH = "/weightferry/status"
 
 
 class RolloutPlugin:
@@ -51,11 +52,7 @@ class RolloutPlugin:
         """Start watching. The first look ends before the server listens, so that it starts on the newest."""
         if engine_client is None:
             return
-        parallel = engine_client.vllm_config.parallel_config
-        if parallel._api_process_count != 1:
-            raise UnsupportedError(
-                "weightferry needs one API server process: start with --api-server-count 1"
-            )
+        require_fitting_start(engine_client.vllm_config, self._settings.apply)
         if not any(entry.cls is VersionHeader for entry in self._app.user_middleware):
             raise UnsupportedError(
                 f"answers would not name their version: start vLLM with --middleware {MIDDLEWARE}"
@@ -64,15 +61,19 @@ class RolloutPlugin:
         base = Checkpoint.open(self._settings.base or args.model)
         identity, digests = await asyncio.to_thread(identify_base, base)
         self._state.base = identity.to_json()
-        watcher = Watcher(self._settings, self._state, self._applier(engine, base, digests), identity)
+        background = Background(self._settings.deadline)
+        applier = self._applier(engine, background, base, digests)
+        watcher = Watcher(self._settings, self._state, applier, background, identity)
         await watcher.look()
         self._task = asyncio.create_task(watcher.run())
 
-    def _applier(self, engine: VllmEngine, base: Checkpoint, digests: dict[str, str]) -> Applier:
-        stager = Stager(self._settings.make_cache_dir())
+    def _applier(
+        self, engine: VllmEngine, background: Background, base: Checkpoint, digests: dict[str, str]
+    ) -> Applier:
+        stager = Stager(take_cache_dir(self._settings.cache_dir))
         if self._settings.apply == "adapter":
-            return AdapterApplier(engine, stager, self._state, base, engine.public_name)
-        return MergedApplier(engine, stager, self._state, base, digests)
+            return AdapterApplier(engine, stager, self._state, background, base, engine.public_name)
+        return MergedApplier(engine, stager, self._state, background, base, digests)
 
 
 def _show_log() -> None:

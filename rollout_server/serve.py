@@ -11,10 +11,10 @@ import os
 import socket
 import sys
 
-from .settings import APPLY_MODES, ServerSettings
+from .settings import APPLY_MODES, ServerSettings, variable
 
 PLUGIN_NAME = "weightferry"
-WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"
+WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"  # as in engine.py
 MIDDLEWARE = "weightferry.rollout_server.version_header.VersionHeader"
 DEFAULT_PORT = 8000
 
@@ -36,14 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, set the environment, and replace this process by the server; returns only on an error."""
-    settings = ServerSettings(
-        exchange=args.exchange,
-        apply=args.apply,
-        base=args.model,
-        poll_interval_s=args.poll_interval_s,
-        cache_dir=args.cache_dir,
-        deadline_s="300",
-        max_tries="3",
+    flags = {
+        "exchange": args.exchange,
+        "apply": args.apply,
+        "base": args.model,
+        "poll_interval_s": args.poll_interval_s,
+        "cache_dir": args.cache_dir,
+    }
+    settings = ServerSettings.from_environment(
+        os.environ | {variable(name): value for name, value in flags.items()}
     )
     _check_base(args.model, args.exchange)
     _check_port(args.host, args.port)
@@ -57,7 +58,8 @@ def server_command(args: argparse.Namespace, *, is_cpu: bool) -> list[str]:
     """The API server's command line; a flag that the user gives is not given again."""
     # The `vllm` command of the CPU wheel does not start (0.32); this module does in all tested versions.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model]
-    command += ["--host", args.host, "--port", str(args.port), "--middleware", MIDDLEWARE, *args.vllm_flags]
+    # the last middleware is the outermost: what the user's own ones answer carries the header, too
+    command += ["--host", args.host, "--port", str(args.port), *args.vllm_flags, "--middleware", MIDDLEWARE]
     defaults: dict[str, str | None] = {"--worker-extension-cls": WORKER_EXTENSION, "--api-server-count": "1"}
     if is_cpu:
         defaults["--enforce-eager"] = None  # compiled graphs keep old packed weights after a reload
@@ -119,5 +121,8 @@ def _vllm_environment() -> dict[str, str]:
     plugins = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
     if PLUGIN_NAME not in plugins:
         plugins.append(PLUGIN_NAME)
-    # A local path must never be asked for at a model hub.
-    return {"VLLM_PLUGINS": ",".join(plugins), "HF_HUB_OFFLINE": "1"}
+    return {
+        "VLLM_PLUGINS": ",".join(plugins),
+        "HF_HUB_OFFLINE": "1",  # a local path must never be asked for at a model hub
+        "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+    }

@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from ..shared.errors import ConfigError
 
@@ -33,10 +32,13 @@ class ServerSettings:
     base: str = setting("", "The local directory of the base; vLLM's model where empty.")
     poll_interval_s: str = setting("0.5", "Seconds between two looks at the exchange's pointer.")
     cache_dir: str = setting(
-        "", "A host-local directory for staged files; a private temporary one where empty."
+        "", "A host-local directory for staged files, this server's own; a temporary one where empty."
     )
     deadline_s: str = setting("300", "Seconds that any single call to the engine or the exchange may take.")
-    max_tries: str = setting("3", "How often a version that fails is tried before it is refused for good.")
+    max_tries: str = setting("4", "How often a version that fails is tried before it is refused for good.")
+    retry_s: str = setting(
+        "2", "Seconds before a failed version is tried again; five times longer each time."
+    )
 
     @property
     def interval(self) -> float:
@@ -64,15 +66,17 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if self.apply not in APPLY_MODES:
             raise ConfigError(f"{variable('apply')}={self.apply!r}: expected one of {', '.join(APPLY_MODES)}")
-        for name in ("poll_interval_s", "deadline_s", "max_tries"):
-            _require_positive(name, getattr(self, name))
+        for name, kind in {
+            "poll_interval_s": float,
+            "deadline_s": float,
+            "retry_s": float,
+            "max_tries": int,
+        }.items():
+            _require_positive(name, getattr(self, name), kind)
 
-    def make_cache_dir(self) -> Path:
-        if self.cache_dir:
-            path = Path(self.cache_dir).absolute()
-            path.mkdir(parents=True, exist_ok=True)
-            return path
-        return Path(tempfile.mkdtemp(prefix="weightferry-cache-"))
+    def retry_after(self, tries: int) -> float | None:
+        """Seconds to wait after so many failed tries; None: never again."""
+        return float(self.retry_s) * 5 ** (tries - 1) if tries < self.tries else None
 
 
 def variable(name: str) -> str:
@@ -86,10 +90,11 @@ def _read(name: str, default: str | None, environment: Mapping[str, str]) -> str
     return value or ""
 
 
-def _require_positive(name: str, value: str) -> None:
+def _require_positive(name: str, value: str, kind: type[float] | type[int]) -> None:
     try:
-        is_positive = float(value) > 0
+        is_positive = 0 < kind(value) < math.inf
     except ValueError:
         is_positive = False
     if not is_positive:
-        raise ConfigError(f"{variable(name)}={value!r}: expected a number above 0")
+        what = "whole number" if kind is int else "number"
+        raise ConfigError(f"{variable(name)}={value!r}: expected a {what} above 0")

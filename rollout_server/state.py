@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,16 +27,25 @@ class Applied:
 
 @dataclass(slots=True, kw_only=True)
 class Refusal:
-    """A version that could not be made active."""
+    """A version that could not be made active; `retry_at` is by the watcher's clock, None for never."""
 
     number: int
     reason: str
     tries: int
+    retry_at: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "reason": self.reason,
+            "tries": self.tries,
+            "is_final": self.retry_at is None,
+        }
 
 
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """`state`: "starting", "serving", "applying" or "unhealthy"."""
+    """`state`: "starting", "serving", "applying" or "unhealthy"; the last is for good."""
 
     apply: str
     exchange: str
@@ -48,18 +59,27 @@ class ServerState:
     base: dict[str, Any] | None = None
     applied: list[Applied] = field(default_factory=list)
     refused: dict[int, Refusal] = field(default_factory=dict)
+    # both kept by the middleware: how many requests use each version's adapter, and their tasks
+    in_use: Counter[int] = field(default_factory=Counter)
+    in_flight: set[asyncio.Future] = field(default_factory=set)
 
     @property
     def unhealthy_reason(self) -> str:
         return self.why if self.state == "unhealthy" else ""
 
+    def give_up(self, why: str) -> None:
+        """Become unhealthy: from here on nothing answers, requests in flight included."""
+        self.state, self.why = "unhealthy", why
+        for work in self.in_flight:
+            work.cancel()
+
     def remember(self, applied: Applied) -> None:
         self.applied = [*self.applied, applied][-NUM_REMEMBERED:]
 
-    def refuse(self, number: int, reason: str) -> Refusal:
-        refusal = self.refused.setdefault(number, Refusal(number=number, reason=reason, tries=0))
-        refusal.reason, refusal.tries = reason, refusal.tries + 1
-        return refusal
+    def refuse(self, refusal: Refusal) -> None:
+        self.refused[refusal.number] = refusal
+        while len(self.refused) > NUM_REMEMBERED:
+            del self.refused[min(self.refused)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,5 +94,5 @@ class ServerState:
             "problem": self.problem,
             "base": self.base,
             "applied": [asdict(entry) for entry in self.applied],
-            "refused": [asdict(entry) for entry in self.refused.values()],
+            "refused": [entry.to_json() for entry in self.refused.values()],
         }

@@ -13,26 +13,32 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
 
 from ..shared.base import BaseIdentity
 from ..shared.errors import ApplyError, ExchangeNotFoundError, WeightferryError
 from ..shared.exchange import Exchange, Version
-from .applier import Applier
+from .applier import Applier, Outcome
+from .background import Background
 from .settings import ServerSettings
-from .state import Applied, ServerState
+from .state import Applied, Refusal, ServerState
 
 logger = logging.getLogger("weightferry.rollout_server")
-T = TypeVar("T")
 
 
 class Watcher:
     """One exchange, one applier."""
 
     def __init__(
-        self, settings: ServerSettings, state: ServerState, applier: Applier, base: BaseIdentity
+        self,
+        settings: ServerSettings,
+        state: ServerState,
+        applier: Applier,
+        background: Background,
+        base: BaseIdentity,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._state, self._applier, self._base = settings, state, applier, base
+        self._background, self._clock = background, clock
         self._exchange: Exchange | None = None
         self._reader = f"{socket.gethostname()}-{os.getpid()}"
 
@@ -58,17 +64,16 @@ class Watcher:
 
     async def _look(self) -> None:
         if self._exchange is None:
-            self._exchange = await self._in_thread(self._open)
-        pointer = await self._in_thread(self._exchange.newest_number)
-        if pointer <= self._state.newest_version and not self._waits_for_retry():
+            self._exchange = await self._background.run("opening the exchange", self._open)
+        if not await self._has_news(self._exchange) and not self._is_retry_due():
             return
-        versions = await self._in_thread(self._exchange.versions)
+        versions = await self._background.run("reading the log", self._exchange.versions)
         if versions:
             self._state.newest_version = versions[-1].number
         for version in reversed(versions):
             if version.number <= self._state.active_version or self._state.state == "unhealthy":
                 return
-            if self._may_try(version.number) and await self._try(version):
+            if self._may_try(version.number) and await self._try(self._exchange, version):
                 return
 
     def _open(self) -> Exchange:
@@ -76,66 +81,94 @@ class Watcher:
         exchange.require_base(self._base)
         return exchange
 
-    def _waits_for_retry(self) -> bool:
+    async def _has_news(self, exchange: Exchange) -> bool:
+        pointer = await self._background.run("reading the pointer", exchange.newest_number)
+        if pointer < self._state.newest_version:
+            raise ApplyError(
+                f"{exchange.store.where('')} says that its newest version is {pointer}, but it had been "
+                f"{self._state.newest_version}; if another exchange has taken its place, restart this server"
+            )
+        return pointer > self._state.newest_version
+
+    def _is_retry_due(self) -> bool:
         return any(
-            r.tries < self._settings.tries
-            for r in self._state.refused.values()
-            if r.number > self._state.active_version
+            refusal.number > self._state.active_version and self._may_try(refusal.number)
+            for refusal in self._state.refused.values()
         )
 
     def _may_try(self, number: int) -> bool:
         refusal = self._state.refused.get(number)
-        return refusal is None or refusal.tries < self._settings.tries
+        return refusal is None or (refusal.retry_at is not None and self._clock() >= refusal.retry_at)
 
-    async def _try(self, version: Version) -> bool:
+    async def _try(self, exchange: Exchange, version: Version) -> bool:
         """Apply one version under a lease; False, and the reason kept, if it cannot be."""
         started = time.monotonic()
         try:
-            outcome = await self._apply_leased(version)
-        except (WeightferryError, OSError) as error:
-            refusal = self._state.refuse(version.number, str(error))
-            logger.error(
-                "rollout_server: version %d was not applied (try %d); still serving %d. %s. In %s",
-                version.number,
-                refusal.tries,
-                self._state.active_version,
-                error,
-                version.store.where(version.dir),
+            outcome = await self._apply_leased(exchange, version)
+        except Exception as error:
+            self._refuse(version, error)
+        else:
+            self._serves(version, outcome, time.monotonic() - started)
+        if self._state.state != "unhealthy":
+            self._state.state = "serving"
+        return self._state.active_version == version.number
+
+    def _refuse(self, version: Version, error: Exception) -> None:
+        known = self._state.refused.get(version.number)
+        tries = known.tries + 1 if known else 1
+        wait_s = self._settings.retry_after(tries)
+        # what is not ours carries no words of its own about what it is
+        reason = str(error) if isinstance(error, WeightferryError | OSError) else repr(error)
+        self._state.refuse(
+            Refusal(
+                number=version.number,
+                reason=reason,
+                tries=tries,
+                retry_at=None if wait_s is None else self._clock() + wait_s,
             )
-            if self._state.state != "unhealthy":
-                self._state.state = "serving"
-            return False
-        self._state.state, self._state.active_step = "serving", version.step
-        self._state.run_id, self._state.why = version.run_id, f"version {version.number} was applied"
+        )
+        logger.error(
+            "rollout_server: version %d was not applied (try %d, %s); still serving %d. %s. In %s",
+            version.number,
+            tries,
+            "the last" if wait_s is None else f"the next in {wait_s:.0f} s",
+            self._state.active_version,
+            reason,
+            version.store.where(version.dir),
+        )
+
+    def _serves(self, version: Version, outcome: Outcome, total_s: float) -> None:
+        self._state.active_step, self._state.run_id = version.step, version.run_id
+        self._state.why = f"version {version.number} was applied"
         self._state.refused.pop(version.number, None)
-        self._state.remember(_applied(version, outcome, time.monotonic() - started))
+        self._state.remember(_applied(version, outcome, total_s))
         logger.info(
             "rollout_server: version %d (step %d) answers; paused %.0f ms",
             version.number,
             version.step,
             outcome.pause_s * 1e3,
         )
-        return True
 
-    async def _apply_leased(self, version: Version) -> Any:
-        if self._exchange is None:
-            raise ApplyError("no exchange is open")
-        lease = self._exchange.open_version(version.number, reader=self._reader)
-        opened = await self._in_thread(lease.__enter__)
+    async def _apply_leased(self, exchange: Exchange, version: Version) -> Outcome:
+        lease = exchange.open_version(version.number, reader=self._reader)
+        opened = await self._background.run("taking the lease", lease.__enter__)
         try:
-            await self._in_thread(lambda: opened.manifest)
+            manifest = await self._background.run("reading the manifest", lambda: opened.manifest)
+            if manifest.exchange_id != exchange.exchange_id or not manifest.base.is_same_as(self._base):
+                raise ApplyError("its manifest belongs to another exchange or another base")
             return await self._applier.apply(opened)
         finally:
-            await self._in_thread(lambda: lease.__exit__(None, None, None))
+            await self._give_back(lambda: lease.__exit__(None, None, None))
 
-    async def _in_thread(self, act: Callable[[], T]) -> T:
+    async def _give_back(self, release: Callable[[], object]) -> None:
+        """A lease that cannot be given back ends by its ttl; what was applied stays applied."""
         try:
-            return await asyncio.wait_for(asyncio.to_thread(act), self._settings.deadline)
-        except TimeoutError:
-            raise ApplyError(f"the exchange did not answer within {self._settings.deadline:.0f} s") from None
+            await self._background.run("giving the lease back", release)
+        except Exception as error:
+            logger.warning("rollout_server: %s", error)
 
 
-def _applied(version: Version, outcome: Any, total_s: float) -> Applied:
+def _applied(version: Version, outcome: Outcome, total_s: float) -> Applied:
     """`published_to_served_s` compares clocks of two hosts: right within their skew."""
     created = datetime.fromisoformat(version.entry.created)
     return Applied(

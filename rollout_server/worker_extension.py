@@ -34,8 +34,33 @@ class WeightferryWorker:
             from .engine import abort_reload
 
             abort_reload(worker.model_runner.get_model())
-            return {"ok": False, "rank": worker.rank, "error": f"{type(error).__name__}: {error}"[:500]}
+            return _failed(worker, error)
         return {"ok": True, "rank": worker.rank, "num_tensors": counted.num_read}
+
+    def weightferry_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
+        """Load an adapter; the caller has checked its files."""
+        from .engine import adapter_request
+
+        worker: Any = self
+        try:
+            is_loaded = worker.add_lora(adapter_request(name, number, directory))
+        except BaseException as error:
+            return _failed(worker, error)
+        return {"ok": True, "rank": worker.rank} if is_loaded else _failed(worker, "vLLM did not keep it")
+
+    def weightferry_remove_adapter(self, number: int) -> dict[str, Any]:
+        """Forget an adapter that no request uses; one that was evicted already is no error."""
+        worker: Any = self
+        try:
+            worker.remove_lora(number)
+        except BaseException as error:
+            return _failed(worker, error)
+        return {"ok": True, "rank": worker.rank}
+
+
+def _failed(worker: Any, error: object) -> dict[str, Any]:
+    words = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
+    return {"ok": False, "rank": worker.rank, "error": words[:500]}
 
 
 class _Counter:

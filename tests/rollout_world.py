@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 from tiny_exchange import CHANGED, UNCHANGED, make_base
 
-from weightferry.rollout_server.applier import MergedApplier
+from weightferry.rollout_server.applier import AdapterApplier, MergedApplier
+from weightferry.rollout_server.background import Background
 from weightferry.rollout_server.engine import Part
 from weightferry.rollout_server.settings import ServerSettings
 from weightferry.rollout_server.stager import Stager
@@ -19,7 +21,6 @@ from weightferry.rollout_server.watcher import Watcher
 from weightferry.rollout_server.worker_extension import read_tensors
 from weightferry.shared.base import identify_base
 from weightferry.shared.checkpoint import Checkpoint
-from weightferry.shared.errors import ApplyError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.publication import ManifestFields
 from weightferry.shared.writer import ExchangeWriter
@@ -34,6 +35,9 @@ class FakeEngine:
     events: list[str] = field(default_factory=list)
     failures: list[Exception | None] = field(default_factory=list)
     resume_failure: Exception | None = None
+    at_resume: Callable[[], None] = lambda: None
+    adapters: dict[str, Path] = field(default_factory=dict)
+    remove_failure: Exception | None = None
     answered_number_at_resume: int = -1
 
     async def pause(self) -> None:
@@ -43,6 +47,7 @@ class FakeEngine:
         self.events.append("resume")
         if self.resume_failure is not None:
             raise self.resume_failure
+        self.at_resume()
         if self.state is not None:
             self.answered_number_at_resume = self.state.active_version
 
@@ -64,33 +69,46 @@ class FakeEngine:
     async def label(self, name: str) -> None:
         self.events.append(f"label {name}")
 
+    def route_public_names(self) -> None:
+        self.events.append("route")
+
     async def add_adapter(self, name: str, directory: Path) -> Any:
-        raise ApplyError("not an adapter engine")
+        self.events.append(f"add {name}")
+        if failure := self.failures.pop(0) if self.failures else None:
+            raise failure
+        self.adapters[name] = directory
+        return name
 
     async def remove_adapter(self, handle: Any) -> None:
-        raise ApplyError("not an adapter engine")
+        self.events.append(f"remove {handle}")
+        del self.adapters[handle]
+        if self.remove_failure is not None:
+            raise self.remove_failure
 
     def route_to(self, handle: Any, number: int) -> None:
-        raise ApplyError("not an adapter engine")
+        self.events.append(f"route {number}")
 
 
 class World:
     """One base, one exchange (not made yet), one server around a fake engine."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, apply: str = "merged") -> None:
         self.base_dir, self.exchange_path = make_base(directory / "base"), directory / "exchange"
         self.cache_dir = directory / "cache"
         self.checkpoint = Checkpoint.open(self.base_dir)
         identity, digests = identify_base(self.checkpoint)
         self.engine = FakeEngine(tensors={n: self.checkpoint.read_bytes(n) for n in self.checkpoint.slots})
-        self.state = ServerState(apply="merged", exchange=str(self.exchange_path))
+        self.state = ServerState(apply=apply, exchange=str(self.exchange_path))
         self.engine.state = self.state
-        settings = ServerSettings.from_environment(
-            {"WEIGHTFERRY_EXCHANGE": str(self.exchange_path), "WEIGHTFERRY_CACHE_DIR": str(self.cache_dir)}
+        settings = ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": str(self.exchange_path)})
+        self.cache_dir.mkdir()
+        stager, self.background = Stager(self.cache_dir), Background(deadline_s=60.0)
+        self.now_s = 0.0  # by the watcher's clock, which only tests move
+        parts = (self.engine, stager, self.state, self.background, self.checkpoint)
+        applier = MergedApplier(*parts, digests) if apply == "merged" else AdapterApplier(*parts, "policy")
+        self.watcher = Watcher(
+            settings, self.state, applier, self.background, identity, clock=lambda: self.now_s
         )
-        stager = Stager(settings.make_cache_dir())
-        applier = MergedApplier(self.engine, stager, self.state, self.checkpoint, digests)
-        self.watcher = Watcher(settings, self.state, applier, identity)
 
     def look(self) -> None:
         """One look of the watcher."""

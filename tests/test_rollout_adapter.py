@@ -27,7 +27,7 @@ A, B = (f"base_model.model.{MODULE}.lora_{factor}.weight" for factor in "AB")
 def write(directory, tensors=None, **config):
     good = {A: np.ones((4, 8), dtype=np.float32), B: np.ones((16, 4), dtype=np.float32)}
     save_file(good if tensors is None else good | tensors, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps({"r": 4} | config))
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4} | config))
     return directory
 
 
@@ -70,6 +70,13 @@ def test_a_cut_file_is_named(tmp_path):
 def test_what_vllm_cannot_serve_is_refused_with_the_way_out(tmp_path, key):
     with pytest.raises(ApplyError, match="serve with --apply merged"):
         check_adapter(write(tmp_path, **{key: ["x"]}), ENTRY, BASE)
+
+
+def test_what_vllm_would_take_for_lora_without_a_word_is_refused(tmp_path):
+    with pytest.raises(ApplyError, match="this adapter is IA3"):
+        check_adapter(write(tmp_path, peft_type="IA3"), ENTRY, BASE)
+    with pytest.raises(ApplyError, match="with biases: serve with --apply merged"):
+        check_adapter(write(tmp_path, bias="lora_only"), ENTRY, BASE)
 
 
 def test_a_module_that_is_no_linear_layer_is_refused_with_the_way_out(tmp_path):

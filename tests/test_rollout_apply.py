@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -78,22 +79,35 @@ def test_a_failure_half_way_brings_the_previous_version_back_before_anybody_is_l
     world.check_serves(good)
     assert world.engine.events == ["pause", "reload", "reload", "reset", f"label {good}", "resume"]
     assert world.state.refused[bad].reason == "rank 1 could not load it: no memory"
-    world.look()  # the failure has passed: it is tried again
-    world.check_serves(bad)
-    assert bad not in world.state.refused
+
+
+def test_a_failed_version_is_tried_again_after_a_while_and_not_before(world):
+    world.engine.failures = [ApplyError("no memory")]
+    number = world.publish(1)
+    world.look()
+    world.now_s = 1.9
+    world.look()
+    world.check_serves(0)
+    assert world.engine.events.count("pause") == 1
+    world.now_s = 2.0
+    world.look()  # the failure has passed
+    world.check_serves(number)
+    assert number not in world.state.refused
 
 
 def test_a_version_that_keeps_failing_is_tried_a_bounded_number_of_times(world):
     world.engine.failures = [ApplyError("no"), None] * 10
     bad = world.publish(1)
-    for _ in range(6):
+    for now_s in (0, 2, 12, 62, 1e3, 1e6):  # the first try, three more, and no more
+        world.now_s = now_s
         world.look()
     world.check_serves(0)
-    assert world.state.refused[bad].tries == 3
-    assert world.engine.events.count("pause") == 3
+    refusal = world.state.refused[bad].to_json()
+    assert refusal == {"number": bad, "reason": "no", "tries": 4, "is_final": True}
+    assert world.engine.events.count("pause") == 4
     world.publish(2)  # fails too, and gives the first no further try
     world.look()
-    assert world.state.refused[bad].tries == 3
+    assert world.state.refused[bad].tries == 4
     world.engine.failures = []
     good = world.publish(3)
     world.look()
@@ -107,6 +121,15 @@ def test_a_bad_newest_version_does_not_hold_up_a_good_older_one(world):
     world.look()
     world.check_serves(good)
     assert "is missing" in world.state.refused[bad].reason
+
+
+def test_an_error_that_nobody_foresaw_is_a_refusal_like_any_other(world):
+    good = world.publish(1)
+    bad = world.publish(2)
+    world.engine.failures = [KeyError("weight_loader")]
+    world.look()
+    world.check_serves(good)
+    assert "weight_loader" in world.state.refused[bad].reason
 
 
 def test_if_the_previous_version_cannot_be_restored_nothing_answers(world):
@@ -206,6 +229,67 @@ def test_the_cache_holds_the_active_version_and_no_more(world):
         world.look()
     (kept,) = world.cache_dir.iterdir()
     assert kept.name == f"version-{numbers[-1]:012d}"
+
+
+@pytest.mark.parametrize("kind", ["not finite", "extra tensor", "short", "refused by the engine"])
+def test_a_refused_version_leaves_nothing_in_the_cache(world, kind):
+    damage, _ = BROKEN_WHEN_WRITTEN.get(kind, ({}, ""))
+    number = world.publish(1, **damage)
+    if kind == "short":
+        BROKEN_AFTERWARDS[kind][0](world.directory(number) / "layer-00000.safetensors")
+    if kind == "refused by the engine":
+        world.engine.failures = [ApplyError("no")]
+    world.look()
+    assert number in world.state.refused
+    assert list(world.cache_dir.iterdir()) == []
+
+
+def test_a_file_that_is_a_link_out_of_the_exchange_is_refused(world, tmp_path):
+    number = world.publish(1)
+    shard = world.directory(number) / "layer-00000.safetensors"
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    world.look()
+    world.check_serves(0)
+    assert "leads out of the exchange" in world.state.refused[number].reason
+
+
+def test_a_version_is_served_although_its_lease_could_not_be_given_back(world):
+    number = world.publish(1)
+    readers = world.exchange_path / "readers"
+
+    def break_readers() -> None:
+        shutil.rmtree(readers)
+        readers.write_text("no directory any more")
+
+    world.engine.at_resume = break_readers
+    world.look()
+    world.check_serves(number)
+    assert world.state.refused == {}
+    assert [entry.number for entry in world.state.applied] == [number]
+
+
+def test_another_exchange_in_the_same_place_is_said_and_not_followed(world):
+    world.publish(1)
+    number = world.publish(2)
+    world.look()
+    shutil.rmtree(world.exchange_path)
+    world.publish(3)
+    world.look()
+    assert world.state.active_version == number
+    assert "another exchange has taken its place, restart this server" in world.state.problem
+
+
+def test_a_file_system_that_hangs_is_said_within_the_deadline(world, tmp_path):
+    number = world.publish(1)
+    world.background._deadline_s = 0.5
+    shard = world.directory(number) / "layer-00000.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)  # whoever opens it waits for a writer
+    world.look()
+    world.check_serves(0)
+    assert "did not end within" in world.state.refused[number].reason
+    shard.open("wb").close()  # lets the thread go
 
 
 def test_no_lease_stays_behind(world):

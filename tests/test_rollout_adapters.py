@@ -1,0 +1,118 @@
+"""Adapters come and go behind one name: each stays until the last request that was given it has ended."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rollout_world import World
+from tiny_exchange import CHANGED
+
+from weightferry.shared.errors import ApplyError
+from weightferry.shared.exchange import Exchange
+from weightferry.shared.manifest import AdapterEntry, AdapterModule
+from weightferry.shared.publication import ManifestFields
+from weightferry.shared.writer import ExchangeWriter
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path, apply="adapter")
+
+
+def publish(world: World, value: float = 1.0) -> int:
+    """A version that holds an adapter of rank 2 on one module."""
+    from safetensors.numpy import save
+
+    module = CHANGED[0].removesuffix(".weight")
+    factors = {
+        f"base_model.model.{module}.lora_A.weight": np.full((2, 4), value, dtype=np.float32),
+        f"base_model.model.{module}.lora_B.weight": np.full((8, 2), value, dtype=np.float32),
+    }
+    writer = ExchangeWriter.become(Exchange.open(world.exchange_path, base=world.base_dir), run_id="run-a")
+    publication = writer.begin(1)
+    config = json.dumps({"peft_type": "LORA", "r": 2}).encode()
+    publication.write_file("adapter/adapter_config.json", config)
+    publication.write_file("adapter/adapter_model.safetensors", save(factors))
+    entry = AdapterEntry(
+        dir=f"{publication.relative_dir}/adapter",
+        config_sha256="",
+        modules=(AdapterModule(name=module, rank=2, scaling=1.0),),
+    )
+    version = publication.commit(ManifestFields(published="adapter", world_size=1, adapter=entry))
+    writer.close()
+    return version.number
+
+
+def loaded(world: World) -> list[int]:
+    """The numbers whose adapters the engine holds, and whose directories therefore must be there."""
+    assert all((path / "adapter_model.safetensors").exists() for path in world.engine.adapters.values())
+    return [int(name.partition("@v")[2]) for name in world.engine.adapters]
+
+
+def test_an_adapter_is_loaded_under_a_name_of_its_own_before_the_public_name_moves(world):
+    number = publish(world)
+    world.look()
+    assert world.engine.events == ["route", f"add policy@v{number}", f"route {number}"]
+    assert (world.state.active_version, world.state.state) == (number, "serving")
+    (applied,) = world.state.applied
+    assert (applied.tensors_applied, applied.pause_s) == (2, 0.0)
+
+
+def test_the_last_three_adapters_stay_loaded_and_older_ones_go(world):
+    numbers = []
+    for _ in range(6):
+        numbers.append(publish(world))
+        world.look()
+    assert loaded(world) == numbers[-3:]
+    assert len(list(world.cache_dir.iterdir())) == 3
+
+
+def test_an_adapter_that_a_request_uses_stays_however_old_it_is(world):
+    first = publish(world)
+    world.look()
+    world.state.in_use[first] = 1
+    numbers = []
+    for _ in range(5):
+        numbers.append(publish(world))
+        world.look()
+    assert loaded(world) == [first, *numbers[-3:]]
+    world.state.in_use[first] = 0
+    numbers.append(publish(world))
+    world.look()
+    assert loaded(world) == numbers[-3:]
+
+
+def test_an_adapter_that_vllm_refuses_leaves_the_old_one_and_nothing_in_the_cache(world):
+    good = publish(world)
+    world.look()
+    world.engine.failures = [ApplyError("load of the adapter failed on rank 0: rank 64 is greater than 16")]
+    bad = publish(world)
+    world.look()
+    assert (world.state.active_version, world.state.state) == (good, "serving")
+    assert "rank 64 is greater" in world.state.refused[bad].reason
+    assert [path.name for path in world.cache_dir.iterdir()] == [f"version-{good:012d}"]
+
+
+def test_an_adapter_that_is_not_finite_never_reaches_the_engine(world):
+    bad = publish(world, value=np.nan)
+    world.look()
+    assert world.engine.events == ["route"]
+    assert "is not finite" in world.state.refused[bad].reason
+    assert list(world.cache_dir.iterdir()) == []
+
+
+def test_an_old_adapter_that_cannot_be_removed_does_not_refuse_the_new_one(world):
+    world.engine.remove_failure = ApplyError("vLLM did not answer the removal of the adapter within 300 s")
+    for _ in range(5):
+        publish(world)
+        world.look()
+    assert world.state.active_version == world.state.newest_version > 0
+    assert world.state.refused == {}
+
+
+def test_a_merged_version_is_refused_with_the_way_out(world):
+    number = world.publish(1)
+    world.look()
+    assert "or serve with --apply merged" in world.state.refused[number].reason
