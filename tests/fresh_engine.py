@@ -1,7 +1,8 @@
-"""A plain vLLM, without anything of ours, started on a directory: the reference for every reload.
+"""Plain vLLM engines, without anything of ours, each started on one directory: the reference for reloads.
 
-`python tests/fresh_engine.py MODEL [ADAPTER]` reads JSON prompts from standard input, answers each greedily,
-one at a time, and prints the token ids as JSON after the line "ANSWERS".
+`python tests/fresh_engine.py` reads `{"prompts": [...], "starts": [[model, adapter or null], ...]}` from
+standard input, starts a new engine for each start, asks it the prompts greedily, one at a time, and prints
+the token ids as JSON after the line "ANSWERS".
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 DEADLINE_S = 240
 MAX_TOKENS = 16
-MAX_MODEL_LEN = 512
+MAX_MODEL_LEN = 1024
 KV_CACHE_BYTES = 32 << 20
 QUICK_START = {
     "OMP_NUM_THREADS": "1",  # equal bits whatever the batch
@@ -26,12 +28,14 @@ QUICK_START = {
 }
 
 
-def ask_fresh_engine(prompts: list[str], model: Path, adapter: Path | None = None) -> list[list[int]]:
-    """Token ids that a new vLLM process on `model` (with `adapter`) gives for each prompt."""
-    command = [sys.executable, __file__, str(model), *([str(adapter)] if adapter else [])]
+def ask_fresh_engines(
+    prompts: list[str], starts: Sequence[tuple[Path, Path | None]]
+) -> list[list[list[int]]]:
+    """Token ids for each prompt, for each start: a model's directory, and an adapter's or None."""
+    plain = [(str(model), adapter and str(adapter)) for model, adapter in starts]
     done = subprocess.run(
-        command,
-        input=json.dumps(prompts),
+        [sys.executable, __file__],
+        input=json.dumps({"prompts": prompts, "starts": plain}),
         env=os.environ | QUICK_START,
         capture_output=True,
         text=True,
@@ -44,26 +48,36 @@ def ask_fresh_engine(prompts: list[str], model: Path, adapter: Path | None = Non
 
 def main() -> None:
     import torch
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    torch.cpu._init_amx()  # vLLM 0.32 uses AMX without asking Linux for it; see rollout_server/engine.py
+    request = json.load(sys.stdin)
+    answers = []
+    for model, adapter in request["starts"]:
+        answers.append(ask(model, adapter, request["prompts"]))
+        cleanup_dist_env_and_memory()
+    print("ANSWERS", json.dumps(answers), sep="\n", flush=True)
+
+
+def ask(model: str, adapter: str | None, prompts: list[str]) -> list[list[int]]:
+    """Start an engine, ask it, and let it go."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    torch.cpu._init_amx()  # vLLM 0.32 uses AMX without asking Linux for it; see rollout_server/engine.py
-    prompts = json.load(sys.stdin)
-    adapter = LoRARequest("fresh", 1, sys.argv[2]) if len(sys.argv) > 2 else None
     engine = LLM(
-        sys.argv[1],
+        model,
         enforce_eager=True,
         max_model_len=MAX_MODEL_LEN,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         enable_lora=adapter is not None,
         max_lora_rank=8,
     )
+    lora = LoRARequest("fresh", 1, adapter) if adapter else None
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    answers = []
-    for prompt in prompts:
-        (output,) = engine.generate([prompt], greedy, lora_request=adapter, use_tqdm=False)
-        answers.append(list(output.outputs[0].token_ids))
-    print("ANSWERS", json.dumps(answers), sep="\n", flush=True)
+    return [
+        list(engine.generate([prompt], greedy, lora_request=lora, use_tqdm=False)[0].outputs[0].token_ids)
+        for prompt in prompts
+    ]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,150 @@
+"""What only a real engine shows: requests that outlive reloads, and loads that fail half-way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from exporter_ranks import Case, build, train
+from fresh_engine import MAX_MODEL_LEN
+from peft import PeftModel
+from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM
+from vllm_server import LiveServer, live_server
+
+from weightferry.exporter.publisher import Publisher
+from weightferry.shared.exchange import Exchange
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPT = "the policy says: "
+OTHERS = ("12 + 34 = ", "alpha " * 30)
+LONG = 950
+assert len(PROMPT) + LONG < MAX_MODEL_LEN
+
+
+class Training:
+    """A model in training, and its publisher."""
+
+    def __init__(self, stage: Stage, model: PeftModel, publisher: Publisher) -> None:
+        self._stage, self._model, self._publisher = stage, model, publisher
+
+    def publish(self, *, new_weights: bool = True) -> int:
+        self._stage.step += 1
+        if new_weights:
+            train(self._model, self._stage.step)
+        return self._publisher.publish(self._stage.step).wait().number
+
+
+class Stage:
+    """A base of one small file a tensor or two, the server's own copy of it, and an exchange."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.exchange, self.step = directory, directory / "exchange", 0
+        self.base, self.servers_base = make_tiny_model(directory / "base"), directory / "servers-base"
+        AutoModelForCausalLM.from_pretrained(self.base).save_pretrained(self.base, max_shard_size="40KB")
+        (self.base / "model.safetensors").unlink()
+        shutil.copytree(self.base, self.servers_base)
+
+    @contextmanager
+    def training(self, targets: object = "all-linear") -> Iterator[Training]:
+        model = build(Case(base="base", lora={"target_modules": targets}), self.directory)
+        with Publisher(model, Exchange.open(self.exchange, base=self.base)) as publisher:
+            yield Training(self, model, publisher)
+
+    @contextmanager
+    def server(self, apply: str, *flags: str) -> Iterator[LiveServer]:
+        with live_server(self.directory, self.servers_base, self.exchange, apply, *flags) as server:
+            yield server
+
+    def lose_base_tensor(self, name: str) -> None:
+        """Remove the file that holds it from the server's base."""
+        index = json.loads((self.servers_base / "model.safetensors.index.json").read_bytes())
+        (self.servers_base / index["weight_map"][name]).unlink()
+
+
+@pytest.fixture
+def stage(tmp_path):
+    return Stage(tmp_path)
+
+
+def check_every_response_names(server: LiveServer, number: int) -> None:
+    for response in (
+        server.http.get("/health"),
+        server.http.get("/v1/models"),
+        server.http.get("/nowhere"),
+        server.http.post("/v1/completions", content=b"no JSON"),
+    ):
+        assert response.headers["x-weightferry-version"] == str(number), response
+
+
+def test_a_request_outlives_reloads_of_merged_weights(stage):
+    with stage.server("merged") as server, stage.training() as training:
+        check_every_response_names(server, 0)
+        first = training.publish()
+        server.wait_for_version(first)
+        check_every_response_names(server, first)
+        with server.long_request(PROMPT, LONG) as long:
+            for _ in range(3):
+                number = training.publish()
+                server.wait_for_version(number)
+            assert not long.done()  # else it outlived nothing
+        assert long.result().versions == {first}  # its head was sent under the first
+        assert long.result().num_tokens == 8 * LONG
+        before = server.ask_greedy(OTHERS)[0]
+        same = training.publish(new_weights=False)
+        applied = server.wait_for_version(same)["applied"][-1]
+        assert (applied["tensors_applied"], applied["tensors_unchanged"]) == (0, 27)
+        assert server.ask_greedy(OTHERS) == (before, {same})
+
+
+def test_an_adapter_serves_its_requests_to_their_end_however_many_come_after_it(stage):
+    with stage.server("adapter", "--max-cpu-loras", "2") as server:
+        with server.long_request(PROMPT, LONG) as of_base, stage.training() as training:
+            first = training.publish()
+            server.wait_for_version(first)
+            undisturbed = server.long_text(PROMPT, LONG)
+        assert of_base.result().versions == {0}
+        check_every_response_names(server, first)
+        with server.long_request(PROMPT, LONG) as long, stage.training() as training:
+            assert server.status()["active_version"] == first
+            for _ in range(6):
+                number = training.publish()
+                server.wait_for_version(number)
+                assert server.ask_greedy(OTHERS)[1] == {number}  # evicts the first from vLLM's cache
+            assert not long.done()
+        assert long.result().versions == {first}
+        assert long.result().text == undisturbed
+
+
+def test_a_load_that_fails_half_way_is_undone_and_one_that_cannot_be_undone_ends_all_answers(stage):
+    with stage.server("merged") as server:
+        with stage.training() as training:
+            good = training.publish()
+        server.wait_for_version(good)
+        answers = server.ask_greedy(OTHERS)
+        # a version that adapts less takes this tensor back from the base, late in its load
+        stage.lose_base_tensor("model.layers.1.mlp.down_proj.weight")
+        with stage.training(["q_proj"]) as training:
+            bad = training.publish()
+        assert "is missing" in server.wait_for_refusal(bad)
+        assert server.ask_greedy(OTHERS) == answers
+        with stage.training() as training:
+            newer = training.publish()
+        server.wait_for_version(newer)
+
+        stage.lose_base_tensor("model.norm.weight")  # now no version can be restored
+        with server.long_request(PROMPT, LONG) as long, stage.training(["q_proj"]) as training:
+            training.publish()
+            status = server.wait_for(lambda s: s["state"] == "unhealthy", "being unhealthy", 60)
+            with pytest.raises(httpx.RemoteProtocolError):
+                long.result(30)
+        assert f"version {newer} could not be restored" in status["why"]
+        for path in ("/health", "/v1/models"):
+            assert server.http.get(path).status_code == 503
+        assert server.http.post("/v1/completions", json={"prompt": PROMPT}).status_code == 503

@@ -1,0 +1,145 @@
+"""A real `weightferry serve` on a tiny base, and greedy questions to it, for tests that need the engine.
+
+One server at a time: a start costs half a minute of both cores.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fresh_engine import KV_CACHE_BYTES, MAX_MODEL_LEN, MAX_TOKENS
+
+from weightferry.examples.demo_client import named_versions
+from weightferry.examples.demo_jobs import Job, ServerPlan, free_port
+
+START_DEADLINE_S = 240.0
+APPLY_DEADLINE_S = 60.0
+MODEL = "policy"  # the one public name
+
+Answers = list[list[int]]
+Status = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """A whole streamed response to eight equal questions: the first one's text, the tokens of all, and the
+    versions that its head named."""
+
+    text: str
+    num_tokens: int
+    versions: frozenset[int]
+
+
+class LiveServer:
+    """A server that runs; made by `live_server`."""
+
+    def __init__(self, job: Job, http: httpx.Client) -> None:
+        self._job, self.http = job, http
+
+    @property
+    def log(self) -> str:
+        return self._job.log.read_text()
+
+    def status(self) -> Status:
+        return self.http.get("/weightferry/status").raise_for_status().json()
+
+    def wait_for(self, is_so: Callable[[dict[str, Any]], bool], what: str, deadline_s: float) -> Status:
+        """The first status of which this is so."""
+        seen: list[Status] = []
+
+        def look() -> bool:
+            try:
+                seen[:] = [self.status()]
+            except httpx.TransportError:
+                return False
+            return is_so(seen[0])
+
+        self._job.wait_until(look, what=what, deadline_s=deadline_s)
+        return seen[0]
+
+    def wait_for_version(self, number: int, deadline_s: float = APPLY_DEADLINE_S) -> Status:
+        return self.wait_for(
+            lambda status: status["active_version"] == number, f"serving {number}", deadline_s
+        )
+
+    def wait_for_refusal(self, number: int) -> str:
+        """The reason."""
+
+        def is_refused(status: Status) -> bool:
+            return any(entry["number"] == number for entry in status["refused"])
+
+        status = self.wait_for(is_refused, f"the refusal of {number}", APPLY_DEADLINE_S)
+        return next(entry["reason"] for entry in status["refused"] if entry["number"] == number)
+
+    def ask_greedy(self, prompts: Sequence[str]) -> tuple[Answers, set[int]]:
+        """Each prompt alone: the token ids, and the versions that the answers named."""
+        answers, versions = [], set()
+        for prompt in prompts:
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0}
+            response = self.http.post("/v1/completions", json=body | {"return_token_ids": True})
+            response.raise_for_status()
+            answers.append(response.json()["choices"][0]["token_ids"])
+            versions |= named_versions(response.headers)
+        return answers, versions
+
+    @contextmanager
+    def long_request(self, prompt: str, num_tokens: int) -> Iterator[Future[Streamed]]:
+        """Eight completions in one stream, slow enough for reloads; the first token has come."""
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            has_begun: list[bool] = []
+            answer = pool.submit(self._stream, prompt, num_tokens, has_begun)
+            deadline = time.monotonic() + APPLY_DEADLINE_S
+            while not has_begun and not answer.done():
+                assert time.monotonic() < deadline, "the first token did not come"
+                time.sleep(0.01)
+            yield answer
+
+    def long_text(self, prompt: str, num_tokens: int) -> str:
+        return self._stream(prompt, num_tokens, []).text
+
+    def _stream(self, prompt: str, num_tokens: int, has_begun: list[bool]) -> Streamed:
+        body = {"model": MODEL, "prompt": [prompt] * 8, "max_tokens": num_tokens, "temperature": 0.0}
+        body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+        text, usage = "", {}
+        with self.http.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                text += "".join(choice["text"] for choice in event["choices"] if choice["index"] == 0)
+                usage = event.get("usage") or usage
+                has_begun.append(True)
+            versions = named_versions(response.headers)
+        return Streamed(text=text, num_tokens=usage["completion_tokens"], versions=versions)
+
+
+@contextmanager
+def live_server(
+    directory: Path, base: Path, exchange: Path, apply: str, *flags: str, name: str = "server"
+) -> Iterator[LiveServer]:
+    """Start a server and wait until it answers; it is ended with the block."""
+    plan = ServerPlan(
+        base=base,
+        exchange=exchange,
+        apply=apply,
+        port=free_port(),
+        log=directory / f"{name}.log",
+        max_model_len=MAX_MODEL_LEN,
+        kv_cache_bytes=KV_CACHE_BYTES,
+        max_lora_rank=8,
+    )
+    command = [*plan.command(), "--served-model-name", MODEL, "--poll-interval-s", "0.1", *flags]
+    http = httpx.Client(base_url=plan.url, timeout=APPLY_DEADLINE_S, trust_env=False)
+    with Job("server", command, log=plan.log, environment=plan.environment()) as job, http:
+        server = LiveServer(job, http)
+        server.wait_for(lambda status: status["state"] != "starting", "an answer", START_DEADLINE_S)
+        yield server
