@@ -133,6 +133,7 @@ def live_server(
         apply=apply,
         port=free_port(),
         log=directory / f"{name}.log",
+        cache=directory / f"{name}-cache",
         max_model_len=MAX_MODEL_LEN,
         kv_cache_bytes=KV_CACHE_BYTES,
         max_lora_rank=8,
