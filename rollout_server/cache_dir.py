@@ -1,7 +1,7 @@
 """The host-local directory for staged files: one process's own, as long as that process lives.
 
 Invariant: a lock (flock, which the kernel gives back however the process ends) is held on the directory, so
-that no second server stages into it or sweeps it. Called once by the plug-in, before the stager.
+that no second server stages into it or sweeps it. The plug-in takes it, before the stager.
 """
 
 from __future__ import annotations
@@ -33,11 +33,22 @@ def take_cache_dir(directory: str) -> Path:
     else:
         path = Path(directory).absolute()
         path.mkdir(parents=True, exist_ok=True)
+    _held.append(_require_lock(path))
+    return path
+
+
+def require_free(directory: str) -> None:
+    """ConfigError if another process holds the directory: what can be said before vLLM starts."""
+    path = Path(directory)
+    if directory and (path / LOCK_NAME).exists():
+        os.close(_require_lock(path))
+
+
+def _require_lock(path: Path) -> int:
     lock = _lock(path)
     if lock is None:
         raise ConfigError(f"the cache directory {path} is another running server's: give each its own")
-    _held.append(lock)
-    return path
+    return lock
 
 
 def _lock(path: Path) -> int | None:

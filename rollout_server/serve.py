@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _check_base(args.model, args.exchange)
     _check_port(args.host, args.port)
+    _check_cache(settings.cache_dir)
     command = server_command(args, is_cpu=_is_cpu())
     os.environ.update(settings.to_environment() | _vllm_environment())
     sys.stdout.flush()
@@ -102,6 +103,12 @@ def _check_port(host: str, port: int) -> None:
             raise PortInUseError(
                 f"{host}:{port} cannot be listened on ({error.strerror}); give another --port"
             ) from None
+
+
+def _check_cache(directory: str) -> None:
+    from .cache_dir import require_free
+
+    require_free(directory)
 
 
 def _is_cpu() -> bool:

@@ -6,11 +6,17 @@ import socket
 import subprocess
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 from tiny_exchange import make_base
 
-from weightferry.rollout_server.engine import require_tested_version
+from weightferry.rollout_server.cache_dir import take_cache_dir
+from weightferry.rollout_server.engine import (
+    WORKER_EXTENSION,
+    require_fitting_start,
+    require_tested_version,
+)
 from weightferry.rollout_server.serve import server_command
 from weightferry.rollout_server.settings import ServerSettings
 from weightferry.shared.errors import ConfigError, UnsupportedError
@@ -53,6 +59,13 @@ def test_a_port_in_use_is_refused(tmp_path):
     assert f"127.0.0.1:{port}" in message
 
 
+def test_a_cache_directory_of_a_running_server_is_refused(tmp_path):
+    cache = str(tmp_path / "cache")
+    take_cache_dir(cache)  # this process is the other server, until it ends
+    message = refused(make_base(tmp_path / "base"), "--exchange", tmp_path / "x", "--cache-dir", cache)
+    assert "is another running server's" in message
+
+
 def test_a_setting_that_is_no_number_is_refused(tmp_path):
     message = refused(make_base(tmp_path / "base"), "--exchange", tmp_path / "x", "--poll-interval-s", "soon")
     assert "'soon': expected a number above 0" in message
@@ -74,14 +87,60 @@ def test_flags_pass_through_and_the_users_own_win():
     assert "--enforce-eager" not in server_command(arguments(), is_cpu=False)
 
 
+def test_our_middleware_is_the_last_and_so_the_outermost():
+    command = server_command(arguments("--middleware", "users.own"), is_cpu=True)
+    names = [command[i + 1] for i, word in enumerate(command) if word == "--middleware"]
+    assert names == ["users.own", "weightferry.rollout_server.version_header.VersionHeader"]
+
+
 def test_settings_come_from_the_environment_and_are_checked():
     settings = ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": "/x", "WEIGHTFERRY_APPLY": "adapter"})
     assert (settings.exchange, settings.apply) == ("/x", "adapter")
     assert ServerSettings.from_environment(settings.to_environment()) == settings
+    for name, value in {
+        "MAX_TRIES": "1.5",
+        "DEADLINE_S": "inf",
+        "RETRY_S": "0",
+        "POLL_INTERVAL_S": "",
+    }.items():
+        with pytest.raises(ConfigError, match=f"WEIGHTFERRY_{name}='{value}': expected a (whole )?number"):
+            ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": "/x", f"WEIGHTFERRY_{name}": value})
     with pytest.raises(ConfigError, match="WEIGHTFERRY_EXCHANGE is not set"):
         ServerSettings.from_environment({})
     with pytest.raises(ConfigError, match="WEIGHTFERRY_APPLY='fast'"):
         ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": "/x", "WEIGHTFERRY_APPLY": "fast"})
+
+
+def vllm_config(**wrong: object) -> SimpleNamespace:
+    """As much of vLLM's VllmConfig as is looked at, right but for what is named."""
+    right = {
+        "_api_process_count": 1,
+        "data_parallel_size": 1,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "enforce_eager": True,
+        "quantization": None,
+        "lora_config": None,
+    }
+    values = SimpleNamespace(**right | wrong)
+    return SimpleNamespace(parallel_config=values, model_config=values, lora_config=values.lora_config)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "apply", "words"),
+    [
+        ({"_api_process_count": 2}, "merged", "--api-server-count 1"),
+        ({"data_parallel_size": 2}, "merged", "no data parallelism"),
+        ({"worker_extension_cls": ""}, "merged", "--worker-extension-cls weightferry"),
+        ({"enforce_eager": False}, "merged", "--enforce-eager"),
+        ({"quantization": "awq"}, "merged", "--apply adapter"),
+        ({}, "adapter", "--enable-lora"),
+    ],
+)
+def test_a_plain_vllm_that_was_started_otherwise_is_told_the_flag_it_lacks(wrong, apply, words):
+    require_fitting_start(vllm_config(), "merged")
+    require_fitting_start(vllm_config(lora_config="some", quantization="awq"), "adapter")
+    with pytest.raises(UnsupportedError, match=words):
+        require_fitting_start(vllm_config(**wrong), apply)
 
 
 def test_an_untested_vllm_is_refused_by_name(monkeypatch):

@@ -48,6 +48,7 @@ class Stage:
             apply="merged",
             port=free_port(),
             log=self.directory / f"{name}.log",
+            cache=self.directory / "cache",  # the same for all: a killed server's is its successor's
             max_model_len=512,
             kv_cache_bytes=32 << 20,
             max_lora_rank=8,
