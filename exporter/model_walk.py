@@ -75,8 +75,10 @@ def peft_model(model: nn.Module) -> PeftModel:
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside the PEFT model."""
-    base = unwrap(cast(nn.Module, unwrap(peft_model(model).base_model).model))
-    return cast(PreTrainedModel, base)
+    peft = peft_model(model)
+    tuner = unwrap(cast(nn.Module, peft.base_model))
+    has_no_tuner = peft.active_peft_config.is_prompt_learning
+    return cast(PreTrainedModel, tuner if has_no_tuner else unwrap(cast(nn.Module, tuner.model)))
 
 
 def reshard_all(model: nn.Module) -> None:

@@ -144,6 +144,7 @@ def _run(
             dist.init_process_group(
                 "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=deadline
             )
+            dist.barrier()  # else a rank that has nothing to do ends while others still connect to it
         report = (True, _load(*place)(*arguments, **options))
     except BaseException:
         report = (False, traceback.format_exc())

@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def open_publisher(directory: Path, exchange_name: str, **options: Any) -> tuple[Publisher, torch.nn.Module]:
+def open_publisher(directory: Path, exchange_name: str, **options: Any) -> tuple[Publisher, Any]:
     """A publisher of the same trained model, sharded where there are ranks."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     model = shard(build(CASE, directory), dist.get_world_size() if dist.is_initialized() else 1)

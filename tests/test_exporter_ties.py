@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_only_the_part_that_was_trained_moves(directory, published):
 @pytest.mark.parametrize("name", CASES)
 def test_a_version_loads_whole_and_answers_as_the_model_in_training(published, name):
     path, live = published[1][name]
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    whole: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, info = whole
     assert not any(info.values()), info
     with torch.no_grad():
         loaded = model(input_ids=torch.arange(3, 35).reshape(2, 16)).logits

@@ -21,8 +21,8 @@ from ranks import run_on_ranks
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model, make_tokenizer
 from torch import nn
-from torch.distributed import init_device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
@@ -61,31 +61,44 @@ VARIANTS: dict[str, Case] = {
 }
 
 
+def save(model: Any, path: Path) -> None:
+    model.to(torch.bfloat16).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("variants")
     make_tiny_model(path / "tiny")
     torch.manual_seed(0)
     gpt2 = GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=97, n_positions=64, bos_token_id=0)
-    GPT2LMHeadModel(gpt2).to(torch.bfloat16).save_pretrained(path / "gpt2")
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 97, "intermediate_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 16}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    save(GPT2LMHeadModel(gpt2), path / "gpt2")
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "vocab_size": 97,
+        "intermediate_size": 96,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+    }
+    ranks: dict[str, Any] = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 16}
+    experts: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
     deepseek = DeepseekV3Config(
         **sizes, **heads, **ranks, **experts, moe_intermediate_size=32, first_k_dense_replace=1
     )
-    DeepseekV3ForCausalLM(deepseek).to(torch.bfloat16).save_pretrained(path / "deepseek")
-    for name in ("gpt2", "deepseek"):
-        make_tokenizer().save_pretrained(path / name)
+    save(DeepseekV3ForCausalLM(deepseek), path / "deepseek")
     return path
 
 
-def make(directory: Path, name: str) -> PeftModel:
+def make(directory: Path, name: str) -> Any:
     """The variant's model after some training, whole. In float32 all that is trained can share a unit."""
     case = VARIANTS[name]
     dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
-    model = build(case, directory, dtype=dtype)
+    model: Any = build(case, directory, dtype=dtype)
     if name == "two adapters":
         model.add_adapter("second", LoraConfig(r=3, target_modules=["k_proj", "q_proj"], lora_alpha=5))
         model.base_model.set_adapter(["default", "second"])
@@ -100,7 +113,7 @@ def make(directory: Path, name: str) -> PeftModel:
     return model.bfloat16() if "bfloat16" in name else model
 
 
-def shard_separately(model: PeftModel) -> nn.Module:
+def shard_separately(model: PeftModel) -> Any:
     """FSDP2 with a unit for each module that PEFT trains whole, each layer, and the rest."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     stack = next(m for m in base_model(model).modules() if isinstance(m, nn.ModuleList))
@@ -110,7 +123,7 @@ def shard_separately(model: PeftModel) -> nn.Module:
     return model
 
 
-def write_reference(model: PeftModel, path: Path) -> None:
+def write_reference(model: Any, path: Path) -> None:
     """What one process makes of the model with PEFT and transformers alone, in float64."""
     exact = copy.deepcopy(model)
     for tensor in [*exact.parameters(), *exact.buffers()]:
@@ -159,7 +172,8 @@ def test_every_variant_is_the_exact_merge_rounded_once(directory, published, nam
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_loads_whole(published, name):
-    _, info = AutoModelForCausalLM.from_pretrained(published[2][name], output_loading_info=True)
+    whole: Any = AutoModelForCausalLM.from_pretrained(published[2][name], output_loading_info=True)
+    _, info = whole
     assert not any(info.values()), info
 
 
@@ -167,7 +181,7 @@ def plain_layers(model: PeftModel) -> nn.ModuleList:
     return base_model(model).model.layers
 
 
-def on_layers(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[PeftModel], nn.Module]:
+def on_layers(wrap: Callable[[nn.Module], Any]) -> Callable[[PeftModel], Any]:
     """Wrap each layer, then shard."""
 
     def apply(model: PeftModel) -> nn.Module:
@@ -179,7 +193,7 @@ def on_layers(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[PeftModel], n
     return apply
 
 
-def sharded(model: PeftModel, shape: tuple[int, ...] = (2,), **options: Any) -> nn.Module:
+def sharded(model: PeftModel, shape: tuple[int, ...] = (2,), **options: Any) -> Any:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     for layer in plain_layers(model):
         fully_shard(layer, mesh=mesh, **options)
@@ -201,10 +215,10 @@ def evaluated_in_another_dtype(model: PeftModel) -> nn.Module:
     return model
 
 
-WRAPPINGS: dict[str, Callable[[PeftModel], nn.Module]] = {
+WRAPPINGS: dict[str, Callable[[PeftModel], Any]] = {
     "FSDP2": sharded,
     "checkpoint wrappers": on_layers(checkpoint_wrapper),
-    "compiled layers": on_layers(torch.compile),
+    "compiled layers": on_layers(lambda layer: torch.compile(layer)),
     "compiled whole": lambda model: torch.compile(sharded(model)),
     "a unit for every adapted module": sharded_at_every_module,
     "one unit": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
