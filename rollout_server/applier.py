@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..shared.checkpoint import Checkpoint
-from ..shared.errors import ApplyError, WeightferryError
+from ..shared.digest import xxh3_128
+from ..shared.errors import ApplyError, IntegrityError, WeightferryError
 from ..shared.exchange import Version
 from ..shared.manifest import FileEntry, Manifest
 from .adapter_check import check_adapter
@@ -94,7 +95,8 @@ class MergedApplier:
         try:
             wanted = weight_set(manifest, staged, self._base, self._base_set)
             for file in staged.values():
-                _require_finite(file, [name for name, where in wanted.files.items() if where == file])
+                names = [name for name, where in wanted.files.items() if where == file]
+                _check_tensors(file, {name: wanted.digests[name] for name in names})
         except BaseException:
             self._stager.drop(version.number)
             raise
@@ -214,8 +216,13 @@ class AdapterApplier:
             self._stager.drop(number)
 
 
-def _require_finite(file: Path, names: list[str]) -> None:
-    for name, tensor in read_tensors(file, names):
+def _check_tensors(file: Path, digests: dict[str, str]) -> None:
+    """What a plan skips as equal is skipped by these digests, so they must be the bytes' own."""
+    from ..shared.tensor_bytes import bytes_of
+
+    for name, tensor in read_tensors(file, list(digests)):
+        if (found := xxh3_128(bytes_of(tensor))) != digests[name]:
+            raise IntegrityError(file, f"{name} has other bytes", expected=digests[name], found=found)
         if not tensor.isfinite().all():
             raise ApplyError(f"{name} is not finite: the training diverged")
 

@@ -35,6 +35,7 @@ class FakeEngine:
     events: list[str] = field(default_factory=list)
     failures: list[Exception | None] = field(default_factory=list)
     resume_failure: Exception | None = None
+    num_lost: int = 0
     at_resume: Callable[[], None] = lambda: None
     adapters: dict[str, Path] = field(default_factory=dict)
     remove_failure: Exception | None = None
@@ -61,7 +62,7 @@ class FakeEngine:
                 count += 1
                 if failure is not None:
                     raise failure
-        return count
+        return count - self.num_lost
 
     async def reset_prefix_cache(self) -> None:
         self.events.append("reset")
@@ -127,6 +128,7 @@ class World:
         publication.write_shard("layer-00000.safetensors", shard)
         unchanged = [specs[name] for name in damage.get("unchanged", UNCHANGED)]
         publication.link_base_shard("outer.same.safetensors", unchanged, self.checkpoint.read_bytes)
+        publication.tensors[:] = map(damage.get("enter", lambda entry: entry), publication.tensors)
         version = publication.commit(ManifestFields(published="merged", world_size=1))
         writer.close()
         return version.number

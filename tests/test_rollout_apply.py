@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,7 @@ def test_a_version_that_keeps_failing_is_tried_a_bounded_number_of_times(world):
         world.look()
     world.check_serves(0)
     refusal = world.state.refused[bad].to_json()
+    assert world.state.problem is None
     assert refusal == {"number": bad, "reason": "no", "tries": 4, "is_final": True}
     assert world.engine.events.count("pause") == 4
     world.publish(2)  # fails too, and gives the first no further try
@@ -121,6 +123,28 @@ def test_a_bad_newest_version_does_not_hold_up_a_good_older_one(world):
     world.look()
     world.check_serves(good)
     assert "is missing" in world.state.refused[bad].reason
+
+
+def test_an_engine_that_lost_a_tensor_without_a_word_is_noticed(world):
+    world.engine.num_lost = 1
+    number = world.publish(1)
+    world.look()
+    assert world.state.state == "unhealthy"  # it loses one of the old version, too
+    assert "2 tensors expected, 1 loaded" in world.state.refused[number].reason
+
+
+def test_an_error_in_a_check_is_a_refusal_like_any_other(world, monkeypatch):
+    good = world.publish(1)
+    world.look()
+
+    def fail(*_arguments: object) -> None:
+        raise KeyError("tensors")
+
+    monkeypatch.setattr("weightferry.rollout_server.applier.weight_set", fail)
+    bad = world.publish(2)
+    world.look()
+    world.check_serves(good)
+    assert world.state.refused[bad].reason == "KeyError('tensors')"
 
 
 def test_an_error_that_nobody_foresaw_is_a_refusal_like_any_other(world):
@@ -168,6 +192,22 @@ BROKEN_WHEN_WRITTEN = {
         "no such tensor",
     ),
     "missing tensor": ({"unchanged": UNCHANGED[:1]}, "no such tensor found (version)"),
+    "unchanged, but not the base's": (
+        {"enter": lambda entry: entry if entry.changed else replace(entry, xxh3_128="0" * 32)},
+        "said to be the base's",
+    ),
+    "another digest": (
+        {"enter": lambda entry: replace(entry, xxh3_128="0" * 32) if entry.changed else entry},
+        "has other bytes",
+    ),
+    "another file": (
+        {
+            "enter": lambda entry: replace(
+                entry, changed=True, file=entry.file.replace("outer.same", "layer-00000")
+            )
+        },
+        "is not what the manifest says",
+    ),
     "not finite": ({"values": {CHANGED[1]: np.full((8, 4), np.nan, dtype=np.float32)}}, "is not finite"),
 }
 BROKEN_AFTERWARDS = {
