@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--apply", choices=("merged", "adapter"), default="merged", help="how the server applies a version"
     )
-    parser.add_argument("--steps", type=int, help="training steps (default: 200; 12 for gemma3-270m)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 240; 12 for gemma3-270m)")
     parser.add_argument("--publish-every", type=int, help="steps between versions (default: 20; 4)")
     parser.add_argument("--port", type=int, default=0, help="the server's port (default: 0, any free one)")
     parser.add_argument(

@@ -23,6 +23,9 @@ VERSION_AT_ARRIVAL_HEADER = "x-weightferry-version-start"
 STATUS_PATH = "/weightferry/status"
 REQUEST_DEADLINE_S = 120.0
 CONCURRENT_REQUESTS = 8
+# Must be shorter than vLLM keeps an idle connection (VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5 s in 0.32), or else a
+# request may go out on a connection that the server is just closing.
+KEEP_IDLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,8 @@ class PolicyClient:
 
     def __init__(self, url: str, model: str) -> None:
         self._model = model
-        self._http = httpx.Client(base_url=url, timeout=REQUEST_DEADLINE_S, trust_env=False)
+        limits = httpx.Limits(keepalive_expiry=KEEP_IDLE_S)
+        self._http = httpx.Client(base_url=url, timeout=REQUEST_DEADLINE_S, trust_env=False, limits=limits)
 
     def __enter__(self) -> PolicyClient:
         return self

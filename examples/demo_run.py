@@ -37,6 +37,7 @@ class Subject:
     publish_every: int
     learning_rate: float
     lora_rank: int
+    lora_alpha: int
     batch_size: int
     max_length: int
     max_model_len: int
@@ -86,10 +87,11 @@ def _addition(args: argparse.Namespace, directory: Path) -> Subject:
     return Subject(
         base=make_base(directory / "base-addition", _say),
         task=Addition(),
-        num_steps=200 if args.steps is None else args.steps,
+        num_steps=240 if args.steps is None else args.steps,
         publish_every=20 if args.publish_every is None else args.publish_every,
         learning_rate=4e-3,
         lora_rank=16,
+        lora_alpha=64,
         batch_size=256,
         max_length=16,
         max_model_len=64,
@@ -108,6 +110,7 @@ def _gemma(args: argparse.Namespace, directory: Path) -> Subject:
         publish_every=4 if args.publish_every is None else args.publish_every,
         learning_rate=1e-3,
         lora_rank=8,
+        lora_alpha=16,
         batch_size=4,
         max_length=32,
         max_model_len=128,
@@ -170,7 +173,7 @@ batch_size = {subject.batch_size}
 
 [lora]
 r = {subject.lora_rank}
-lora_alpha = {2 * subject.lora_rank}
+lora_alpha = {subject.lora_alpha}
 target_modules = "all-linear"
 
 [optimizer]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from weightferry.examples.demo_client import KEEP_IDLE_S
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.verify import verify_exchange
 
@@ -75,6 +76,12 @@ def test_the_demo_ends_with_a_version_that_answers_better_than_the_base(demo_dir
 def test_the_demo_serves_adapters_too(demo_dir):
     output = run_demo(demo_dir, "--steps", "60", "--publish-every", "20", "--apply", "adapter")
     check_that_it_learned(output, newest_run(demo_dir), last_step=60)
+
+
+def test_an_idle_connection_is_given_up_before_vllm_closes_it():
+    from vllm import envs
+
+    assert envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE > KEEP_IDLE_S
 
 
 def test_bad_usage_is_one_line_and_starts_nothing(demo_dir):
