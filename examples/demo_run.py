@@ -10,7 +10,6 @@ import argparse
 import json
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..shared.errors import ConfigError, WeightferryError
@@ -20,6 +19,7 @@ from .demo_client import PolicyClient
 from .demo_jobs import Job, ServerPlan, TrainerPlan, free_port
 from .demo_screen import Screen
 from .demo_story import Story, Task
+from .demo_subject import Subject, make_subject
 
 NUM_RANKS = 2
 SERVER_START_DEADLINE_S = 300.0
@@ -27,30 +27,12 @@ LAST_VERSION_DEADLINE_S = 120.0
 LOOK_EVERY_S = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What differs between the demo's models."""
-
-    base: Path
-    task: Task
-    num_steps: int
-    publish_every: int
-    learning_rate: float
-    lora_rank: int
-    lora_alpha: int
-    batch_size: int
-    max_length: int
-    max_model_len: int
-    kv_cache_bytes: int
-    training_deadline_s: float
-
-
 def run_demo(args: argparse.Namespace) -> None:
     """Run it and show it; raises when a check does not hold."""
     _check_counts(args)
     started = time.monotonic()
     directory = args.dir.absolute()
-    subject = _subject(args, directory)
+    subject = make_subject(args, directory)
     run_directory = _new_run_directory(directory)
     server = _server_plan(subject, args, run_directory)
     trainer = _write_trainer_plan(subject, run_directory)
@@ -73,54 +55,6 @@ def _check_counts(args: argparse.Namespace) -> None:
     for flag, count in (("--steps", args.steps), ("--publish-every", args.publish_every)):
         if count is not None and count < 1:
             raise ConfigError(f"{flag} must be at least 1, {count} found")
-
-
-def _subject(args: argparse.Namespace, directory: Path) -> Subject:
-    """Make the base if need be, and say how it is trained and served."""
-    return {"addition": _addition, "gemma3-270m": _gemma}[args.model](args, directory)
-
-
-def _addition(args: argparse.Namespace, directory: Path) -> Subject:
-    from .demo_base import make_base
-    from .demo_task import Addition
-
-    return Subject(
-        base=make_base(directory / "base-addition", _say),
-        task=Addition(),
-        num_steps=240 if args.steps is None else args.steps,
-        publish_every=20 if args.publish_every is None else args.publish_every,
-        learning_rate=4e-3,
-        lora_rank=16,
-        lora_alpha=64,
-        batch_size=256,
-        max_length=16,
-        max_model_len=64,
-        kv_cache_bytes=64 << 20,
-        training_deadline_s=900.0,
-    )
-
-
-def _gemma(args: argparse.Namespace, directory: Path) -> Subject:
-    from .gemma import Facts, make_gemma
-
-    return Subject(
-        base=make_gemma(directory / "base-gemma3-270m", _say, terms_accepted=args.accept_gemma_terms),
-        task=Facts(),
-        num_steps=12 if args.steps is None else args.steps,
-        publish_every=4 if args.publish_every is None else args.publish_every,
-        learning_rate=1e-3,
-        lora_rank=8,
-        lora_alpha=16,
-        batch_size=4,
-        max_length=32,
-        max_model_len=128,
-        kv_cache_bytes=256 << 20,
-        training_deadline_s=1800.0,
-    )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # at once, also into a pipe
 
 
 def _new_run_directory(directory: Path) -> Path:
