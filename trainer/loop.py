@@ -177,7 +177,7 @@ def _load_tokenizer(base: Checkpoint) -> PreTrainedTokenizerBase:
             f"{base.path} has no tokenizer that can be loaded: {first_line}; add the tokenizer's files"
         ) from None
     # Where there are no files transformers makes a tokenizer without a vocabulary.
-    if not tokenizer("text", add_special_tokens=False).input_ids:
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         raise BaseCheckpointError(
             f"{base.path} has no tokenizer with a vocabulary; add the tokenizer's files"
         )
