@@ -121,7 +121,7 @@ class ControlGroup:
         return told["value"]
 
     def close(self) -> None:
-        """Leave the group; where a peer died this is also what tells the other peers."""
+        """Leave the group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None

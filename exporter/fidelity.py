@@ -1,7 +1,7 @@
 """How much of an update survives the rounding to the stored dtype, docs/format.md [6].
 
 For each target tensor and in total: ||delta||, ||merged - W - delta|| / ||delta||, and the share of elements
-whose merged value equals the base's. Measured on the float64 tensors that the merge has at hand.
+whose merged value equals the base's. Measured in float64, on what the merge has at hand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Fidelity:
 
 
 def measure(base: torch.Tensor, merged: torch.Tensor, rounded: torch.Tensor) -> Fidelity:
-    """`base` and `merged` in float64, `rounded` as it is published; all of one shape."""
+    """`merged` in float64, `base` and `rounded` as they are stored; all of one shape."""
     widened = rounded.to(merged.dtype)
     return Fidelity(
         delta_squared=float(torch.sum((merged - base) ** 2)),

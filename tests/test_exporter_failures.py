@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import time
@@ -193,6 +194,35 @@ def test_what_was_committed_stays_though_the_pointer_could_not_be_moved(publishe
     assert f"version {version.number} is committed, but afterwards" in caplog.text
     publisher.publish(2)
     assert verify_exchange(exchange) == []
+
+
+def test_what_was_committed_stays_though_the_process_was_interrupted_right_after(publisher, tmp_path):
+    interrupted = mock.patch("weightferry.shared.publication.point_at_newest", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        publisher.publish(1)
+    exchange = Exchange.open(tmp_path / "exchange")
+    assert [version.step for version in exchange.versions()] == [1]
+    publisher.publish(2)
+    assert verify_exchange(exchange) == []
+
+
+def become_while_the_other_dies(directory: Path) -> dict[str, Any]:
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    last_step = mock.patch.object(Publisher, "_become_writer", die)
+    with (
+        mock.patch("weightferry.exporter.collectives.SETTLE_S", 1.0),
+        last_step if dist.get_rank() == 1 else mock.MagicMock(),
+        pytest.raises(PublishError, match="rank 1 failed"),
+    ):
+        open_publisher(directory, "half-made")
+    return json.loads((directory / "half-made" / "writer.json").read_text())
+
+
+def test_a_publisher_that_was_not_made_everywhere_is_no_writer_any_more(directory):
+    writer, _ = run_on_ranks(become_while_the_other_dies, directory, world_size=2, may_die=[1])
+    assert writer["closed"] is True
 
 
 def test_a_training_that_diverged_is_not_published(directory, tmp_path):

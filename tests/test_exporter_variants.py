@@ -49,7 +49,7 @@ VARIANTS: dict[str, Case] = {
     "single tokens": Case(base="tiny", lora=QV | {"trainable_token_indices": [3, 40]}),
     "biases of adapted modules": Case(base="tiny", lora={"target_modules": ["q_proj"], "bias": "lora_only"}),
     "all biases": Case(base="tiny", lora={"target_modules": ["o_proj"], "bias": "all"}),
-    "some layers": Case(base="tiny", lora=QV | {"layers_to_transform": [1]}),
+    "some layers, no task": Case(base="tiny", lora=QV | {"layers_to_transform": [1], "task_type": None}),
     "two adapters": Case(base="tiny", lora=QV),
     "transposed layers": Case(
         base="gpt2", lora={"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
@@ -208,8 +208,9 @@ def sharded_at_every_module(model: PeftModel) -> nn.Module:
 
 
 def evaluated_in_another_dtype(model: PeftModel) -> nn.Module:
-    """After an eval forward the root keeps its parameters unsharded, in the policy's dtype."""
-    sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    """After the forward the parameters stay unsharded, in the policy's dtype; these must not be merged."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded(model, mp_policy=policy, reshard_after_forward=False)
     with torch.no_grad():
         model.eval()(input_ids=torch.tensor([[3, 4, 5]]))
     return model
@@ -225,6 +226,7 @@ WRAPPINGS: dict[str, Callable[[PeftModel], Any]] = {
     "HSDP": lambda model: sharded(model, (2, 1)),
     "not sharded again after forward": lambda model: sharded(model, reshard_after_forward=False),
     "mixed precision, just evaluated": evaluated_in_another_dtype,
+    "the base as a unit": lambda model: (fully_shard(base_model(model)), model)[1],
     "DDP": DistributedDataParallel,
 }
 
@@ -233,7 +235,7 @@ def publish_wrapped(directory: Path) -> dict[str, Path]:
     published = {}
     for name, wrap in WRAPPINGS.items():
         is_first = not dist.is_initialized() or dist.get_rank() == 0
-        root = make(directory, "some layers")
+        root = make(directory, "some layers, no task")
         root = wrap(root) if dist.is_initialized() else root
         path = directory / f"wrapped-{dist.is_initialized()}-{name}"
         exchange = Exchange.open(path, base=directory / "tiny") if is_first else None
