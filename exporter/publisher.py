@@ -127,7 +127,8 @@ class Publisher:
         if self._has_adapter:
             AdapterView(peft_model(self._root), self._adapter_keys)
         base = base_model(self._root)
-        return walk(base), CheckpointNames(base)
+        on_disk = self._desk.checkpoint.slots if self._desk else ()
+        return walk(base), CheckpointNames(base, on_disk)
 
     def _survey(self) -> list[UnitPlan]:
         """Compare every live tensor with the base, unit by unit; rank 0 learns what each unit holds."""

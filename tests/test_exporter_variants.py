@@ -18,7 +18,7 @@ from exporter_ranks import Case, base_hash, build
 from peft import LoraConfig, PeftModel
 from peft.utils.other import AuxiliaryTrainingWrapper
 from ranks import run_on_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model, make_tokenizer
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -31,6 +31,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 
 from weightferry.exporter.model_walk import base_model
@@ -54,6 +56,10 @@ VARIANTS: dict[str, Case] = {
     "transposed layers": Case(
         base="gpt2", lora={"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
     ),
+    "names without the model's prefix": Case(
+        base="bare gpt2", lora={"target_modules": ["c_attn"], "fan_in_fan_out": True}
+    ),
+    "the text model of a multimodal checkpoint": Case(base="multimodal", lora=QV),
     "a buffer that training moves": Case(
         base="deepseek",
         lora={"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
@@ -66,6 +72,24 @@ def save(model: Any, path: Path) -> None:
     make_tokenizer().save_pretrained(path)
 
 
+def rename(path: Path, to: Callable[[str], str], more: dict[str, torch.Tensor] | None = None) -> None:
+    """Rename the tensors of a saved checkpoint, and add some."""
+    file = path / "model.safetensors"
+    tensors = {to(name): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors | (more or {}), file, metadata={"format": "pt"})
+
+
+def save_text_model_of_a_multimodal_one(path: Path) -> None:
+    """A Qwen3.5 whose checkpoint has other names than its text model, and a part that it passes over."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    linear: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 97}
+    kinds = ["linear_attention", "full_attention"]
+    save(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, **linear, layer_types=kinds)), path)
+    passed_over = {"model.visual.patch_embed.proj.bias": torch.ones(4, dtype=torch.bfloat16)}
+    rename(path, lambda name: name.replace("model.", "model.language_model."), passed_over)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("variants")
@@ -73,6 +97,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     gpt2 = GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=97, n_positions=64, bos_token_id=0)
     save(GPT2LMHeadModel(gpt2), path / "gpt2")
+    save(GPT2LMHeadModel(gpt2), path / "bare gpt2")
+    rename(path / "bare gpt2", lambda name: name.removeprefix("transformer."))
+    save_text_model_of_a_multimodal_one(path / "multimodal")
     sizes: dict[str, Any] = {
         "num_hidden_layers": 2,
         "hidden_size": 64,
@@ -163,7 +190,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def test_every_variant_is_the_exact_merge_rounded_once(directory, published, name, world_size):
     base, found = weights(directory / VARIANTS[name].base), weights(published[world_size][name])
     expected = weights(directory / f"reference-{name}")
-    assert found.keys() == expected.keys() == base.keys()
+    expected = {n if n in base else n.removeprefix("transformer."): t for n, t in expected.items()}
+    assert found.keys() == base.keys() == expected.keys() | {n for n in base if ".visual." in n}
     for tensor in expected:
         assert found[tensor].dtype == base[tensor].dtype
         assert torch.equal(found[tensor], expected[tensor].to(base[tensor].dtype)), tensor
