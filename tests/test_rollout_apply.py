@@ -252,6 +252,15 @@ def test_an_exchange_of_another_base_is_said_in_the_status_and_never_applied(wor
     assert "another base" in (world.state.problem or "")
 
 
+def test_a_version_of_another_exchange_is_refused(world):
+    number = world.publish(1)
+    identity = world.exchange_path / "exchange.json"
+    identity.write_text(json.dumps(json.loads(identity.read_text()) | {"exchange_id": "another"}))
+    world.look()
+    world.check_serves(0)
+    assert "belongs to another exchange" in world.state.refused[number].reason
+
+
 def test_the_exchange_is_not_needed_after_an_apply(world):
     number = world.publish(1)
     world.look()

@@ -95,17 +95,15 @@ class LiveServer:
         """Eight completions in one stream, slow enough for reloads; the first token has come."""
         with ThreadPoolExecutor(max_workers=1) as pool:
             has_begun: list[bool] = []
-            answer = pool.submit(self._stream, prompt, num_tokens, has_begun)
+            answer = pool.submit(self.stream, prompt, num_tokens, has_begun)
             deadline = time.monotonic() + APPLY_DEADLINE_S
             while not has_begun and not answer.done():
                 assert time.monotonic() < deadline, "the first token did not come"
                 time.sleep(0.01)
             yield answer
 
-    def long_text(self, prompt: str, num_tokens: int) -> str:
-        return self._stream(prompt, num_tokens, []).text
-
-    def _stream(self, prompt: str, num_tokens: int, has_begun: list[bool]) -> Streamed:
+    def stream(self, prompt: str, num_tokens: int, has_begun: list[bool] | None = None) -> Streamed:
+        """Eight completions of so many tokens; `has_begun` is no longer empty when the first token came."""
         body = {"model": MODEL, "prompt": [prompt] * 8, "max_tokens": num_tokens, "temperature": 0.0}
         body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
         text, usage = "", {}
@@ -117,7 +115,8 @@ class LiveServer:
                 event = json.loads(line.removeprefix("data: "))
                 text += "".join(choice["text"] for choice in event["choices"] if choice["index"] == 0)
                 usage = event.get("usage") or usage
-                has_begun.append(True)
+                if has_begun is not None:
+                    has_begun.append(True)
             versions = named_versions(response.headers)
         return Streamed(text=text, num_tokens=usage["completion_tokens"], versions=versions)
 
