@@ -77,7 +77,15 @@ def require_tested_version() -> str:
 
 
 def prepare_process() -> None:
-    """Ask Linux for AMX in every vLLM process that may use it; the entry point vllm.general_plugins.
+    """What every vLLM process does at its start; the entry point vllm.general_plugins."""
+    from .orphans import end_with_parent
+
+    end_with_parent()
+    _ask_for_amx()
+
+
+def _ask_for_amx() -> None:
+    """Ask Linux for AMX where it may be used.
 
     vLLM's CPU attention picks its AMX kernel for bfloat16 without asking (vllm 0.32, v1/attention/backends/
     cpu_attn.py `_get_attn_isa`): where nothing else has asked before, the first prompt of 8 tokens or more

@@ -103,6 +103,15 @@ def test_an_adapter_that_is_not_finite_never_reaches_the_engine(world):
     assert list(world.cache_dir.iterdir()) == []
 
 
+def test_an_adapter_whose_settings_were_altered_never_reaches_the_engine(world):
+    bad = publish(world)
+    config = world.directory(bad) / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 2', '"r": 1'))
+    world.look()
+    assert world.engine.events == ["route"]
+    assert "adapter_config.json: has other bytes" in world.state.refused[bad].reason
+
+
 def test_an_old_adapter_that_cannot_be_removed_does_not_refuse_the_new_one(world):
     world.engine.remove_failure = ApplyError("vLLM did not answer the removal of the adapter within 300 s")
     for _ in range(5):

@@ -14,6 +14,7 @@ import pytest
 from exporter_ranks import Case, build, train
 from fresh_engine import MAX_MODEL_LEN
 from peft import PeftModel
+from processes import wait_until_gone
 from tiny_model import make_tiny_model
 from transformers import AutoModelForCausalLM
 from vllm_server import LiveServer, live_server
@@ -84,6 +85,12 @@ def check_every_response_names(server: LiveServer, number: int) -> None:
         assert response.headers["x-weightferry-version"] == str(number), response
 
 
+def check_that_the_engine_ends_with(server: LiveServer) -> None:
+    children = server.kill()
+    assert children
+    wait_until_gone(children, "the engine outlives its killed API server", 30)
+
+
 def test_a_request_outlives_reloads_of_merged_weights(stage):
     with stage.server("merged") as server, stage.training() as training:
         check_every_response_names(server, 0)
@@ -102,6 +109,7 @@ def test_a_request_outlives_reloads_of_merged_weights(stage):
         applied = server.wait_for_version(same)["applied"][-1]
         assert (applied["tensors_applied"], applied["tensors_unchanged"]) == (0, 27)
         assert server.ask_greedy(OTHERS) == (before, {same})
+        check_that_the_engine_ends_with(server)
 
 
 def test_an_adapter_serves_its_requests_to_their_end_however_many_come_after_it(stage):

@@ -48,6 +48,13 @@ class LiveServer:
     def log(self) -> str:
         return self._job.log.read_text()
 
+    def kill(self) -> list[int]:
+        """SIGKILL to the API server, and only to it; returns the processes that it had started."""
+        pid = self._job._process.pid
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        self._job._process.kill()
+        return children
+
     def status(self) -> Status:
         return self.http.get("/weightferry/status").raise_for_status().json()
 
