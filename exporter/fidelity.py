@@ -30,6 +30,11 @@ class Fidelity:
             num_elements=self.num_elements + other.num_elements,
         )
 
+    @property
+    def is_finite(self) -> bool:
+        """False if any element of the update or of the rounded result is not a number, or infinite."""
+        return math.isfinite(self.delta_squared) and math.isfinite(self.error_squared)
+
     def to_json(self) -> dict[str, Any]:
         delta = math.sqrt(self.delta_squared)
         return {
@@ -41,11 +46,11 @@ class Fidelity:
 
 def measure(base: torch.Tensor, merged: torch.Tensor, rounded: torch.Tensor) -> Fidelity:
     """`merged` in float64, `base` and `rounded` as they are stored; all of one shape."""
-    widened = rounded.to(merged.dtype)
+    delta, error = (merged - base).flatten(), (rounded - merged).flatten()
     return Fidelity(
-        delta_squared=float(torch.sum((merged - base) ** 2)),
-        error_squared=float(torch.sum((widened - merged) ** 2)),
-        num_equal=int(torch.sum(widened == base)),
+        delta_squared=float(delta.dot(delta)),
+        error_squared=float(error.dot(error)),
+        num_equal=int(torch.count_nonzero(rounded == base)),
         num_elements=base.numel(),
     )
 

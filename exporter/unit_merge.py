@@ -100,10 +100,11 @@ class UnitMerge:
                 f"the merged {spec.name} has shape {list(merged.shape)}; the base has {spec}"
             )
         rounded = round_merged(merged, TORCH_DTYPES[spec.dtype])
-        if not torch.isfinite(rounded).all():
-            raise WeightferryError(f"the merged {spec.name} is not finite: the training diverged")
         before = self._stored(twin or spec.name) if base is None else base
-        self.fidelity[spec.name] = measure(before, merged, rounded)
+        figures = measure(before, merged, rounded)
+        if not figures.is_finite:
+            raise WeightferryError(f"the merged {spec.name} is not finite: the training diverged")
+        self.fidelity[spec.name] = figures
         return spec, bytes_of(rounded)
 
     def _stored(self, name: str) -> torch.Tensor:
