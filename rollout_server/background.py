@@ -1,15 +1,18 @@
 """Calls that may block on a file system, away from the event loop, each with a deadline.
 
 Invariant: at most one such call runs. A file system that hangs thus costs one thread, not one a look, and
-never one of the event loop's own pool, which vLLM uses. Called by the watcher and the appliers.
+never one of the event loop's own pool, which vLLM uses; and as a daemon, that thread does not keep the
+process from ending. Called by the watcher and the appliers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from ..shared.errors import ApplyError
 
@@ -22,15 +25,28 @@ class Background:
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightferry")
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
+        threading.Thread(target=self._work, name="weightferry-files", daemon=True).start()
 
     async def run(self, what: str, act: Callable[[], T], *, num_bytes: int = 0) -> T:
         """The result of `act`, or its error, or ApplyError when the deadline for so many bytes passes."""
         deadline_s = self._deadline_s + num_bytes / SLOWEST_BYTES_PER_S
-        call = asyncio.wrap_future(self._thread.submit(act))
+        future: Future[T] = Future()
+        self._calls.put((act, future))
+        call = asyncio.wrap_future(future)
         # not wait_for: a TimeoutError of the file system itself must stay what it is
         done, _ = await asyncio.wait({call}, timeout=deadline_s)
         if not done:
-            call.cancel()
+            call.cancel()  # one that has not begun never will
             raise ApplyError(f"{what} did not end within {deadline_s:.0f} s")
         return call.result()
+
+    def _work(self) -> None:
+        while True:
+            act, future = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(act())
+            except BaseException as error:
+                future.set_exception(error)

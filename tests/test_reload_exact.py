@@ -19,7 +19,9 @@ from weightferry.shared.exchange import Exchange
 
 pytestmark = pytest.mark.vllm
 
-NUM_VERSIONS = 3
+# everything changes; then all but the queries goes back to the base; then the queries alone change
+TARGETS = ("all-linear", ["q_proj"], ["q_proj"])
+NUM_APPLIED = {"merged": (20, 20, 12), "adapter": (28, 4, 4)}  # the queries with keys, values and biases
 SHORT = [f"{i} + {7 * i} = " for i in range(12)]
 LONG = [f"{word} " * 30 for word in ("alpha", "bravo", "charlie", "delta", "echo", "fox", "golf", "hotel")]
 PROMPTS = SHORT + LONG
@@ -32,15 +34,15 @@ def serve_each(directory: Path, base: Path, apply: str) -> dict[int, Answers]:
     with live_server(directory, base, exchange, apply) as server:
         answers[0], named = server.ask_greedy(PROMPTS)
         assert named == {0}
-        model = build(Case(base=base.name, lora={"target_modules": "all-linear"}), base.parent)
-        with Publisher(model, Exchange.open(exchange, base=base)) as publisher:
-            for step in range(NUM_VERSIONS):
-                train(model, seed=100 + step)
+        for step, targets in enumerate(TARGETS):
+            model = build(Case(base=base.name, lora={"target_modules": targets}), base.parent)
+            train(model, seed=100 + step)
+            with Publisher(model, Exchange.open(exchange, base=base)) as publisher:
                 number = publisher.publish(step).wait().number
-                status = server.wait_for_version(number)
-                answers[number], named = server.ask_greedy(PROMPTS)
-                assert named == {number}
-                print(apply, status["applied"][-1])
+            status = server.wait_for_version(number)
+            answers[number], named = server.ask_greedy(PROMPTS)
+            assert named == {number}
+            assert status["applied"][-1]["tensors_applied"] == NUM_APPLIED[apply][step]
     return answers
 
 
@@ -50,10 +52,10 @@ def test_reloaded_answers_equal_those_of_a_fresh_vllm(tmp_path, apply):
     base = make_tiny_model(tmp_path / "base")
     answers = serve_each(tmp_path, base, apply)
     versions = Exchange.open(tmp_path / "exchange").versions()
-    assert len(versions) == NUM_VERSIONS
+    assert len(versions) == len(TARGETS)
     assert answers.keys() == {0, *(version.number for version in versions)}
     starts = [(v.path, None) if apply == "merged" else (base, v.path / "adapter") for v in versions]
     for version, fresh in zip(versions, ask_fresh_engines(PROMPTS, starts), strict=True):
         assert answers[version.number] == fresh, f"version {version.number}"
     distinct = {str(tokens) for tokens in answers.values()}
-    assert len(distinct) == NUM_VERSIONS + 1  # else a server that reloads nothing would pass
+    assert len(distinct) == len(TARGETS) + 1  # else a server that reloads nothing would pass
