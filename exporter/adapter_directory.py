@@ -63,7 +63,8 @@ class AdapterView:
 
     def config_bytes(self, base_name: str) -> bytes:
         """adapter_config.json as PEFT writes it, its base always named."""
-        config = copy.deepcopy(self._view.peft_config[self._adapter])
+        # Shallow: PEFT writes sets in the order they have, which a deep copy may change.
+        config = copy.copy(self._view.peft_config[self._adapter])
         config.inference_mode = True
         base = self._view.get_base_model()
         own_name = base.__dict__.get("name_or_path")

@@ -35,6 +35,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from weightferry.exporter.adapter_directory import AdapterView
 from weightferry.exporter.model_walk import base_model
 from weightferry.exporter.publisher import Publisher
 from weightferry.shared.exchange import Exchange
@@ -300,3 +301,13 @@ def test_the_manifest_names_the_adapters_modules_without_wrappers(wrapped, name)
     manifest = json.loads((wrapped[name] / "manifest.json").read_text())
     modules = [(m["name"], m["rank"], m["scaling"]) for m in manifest["adapter"]["modules"]]
     assert modules == [(f"model.layers.1.self_attn.{x}_proj", 4, 2.0) for x in "qv"]
+
+
+def test_the_adapters_config_keeps_the_order_of_pefts_sets(directory, tmp_path):
+    pairs = ({f"a{n}", f"b{n}"} for n in range(10_000))
+    unstable = next(pair for pair in pairs if list(copy.deepcopy(pair)) != list(pair))
+    model = make(directory, "some layers, no task")
+    view = AdapterView(model, {})
+    model.peft_config["default"].target_modules = unstable
+    model.save_pretrained(tmp_path)
+    assert view.config_bytes("unused") == (tmp_path / "adapter_config.json").read_bytes()
