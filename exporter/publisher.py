@@ -89,7 +89,8 @@ class Publisher:
 
         Not to be called between a forward and its backward. `metrics` (JSON values) go into the manifest.
         PublishError on every rank if any rank fails: then nothing appeared, the model is untouched, and the
-        next publish works.
+        next publish works. BaseMismatchError or UnsupportedError likewise, if the base or the set of adapted
+        modules is no longer what it was when the publisher was made.
         """
         self._control.together(self._check_structure)
         draft = self._control.together(lambda: self._begin(step))

@@ -54,6 +54,7 @@ class UnitMerge:
                 shard[name] = (specs[name], memoryview(read(name)))
         for tie in plan.ties:
             self._write_tie(tie, merged.pop(tie.spec.name, None), shard)
+        assert not merged, f"merged but not planned: {sorted(merged)}"
         if shard:
             self.publication.write_shard(f"{plan.unit.key}.safetensors", list(shard.values()))
         if plan.unchanged:
@@ -101,7 +102,7 @@ class UnitMerge:
             )
         rounded = round_merged(merged, TORCH_DTYPES[spec.dtype])
         before = self._stored(twin or spec.name) if base is None else base
-        figures = measure(before, merged, rounded)
+        figures = measure(before.to(merged.device), merged, rounded)
         if not figures.is_finite:
             raise WeightferryError(f"the merged {spec.name} is not finite: the training diverged")
         self.fidelity[spec.name] = figures
