@@ -99,6 +99,7 @@ def test_a_rank_that_comes_after_the_deadline_is_named_by_all():
 
 def die_on_rank_0_before_it_tells() -> str:
     control = ControlGroup(600)
+    control.agree(None)  # all are connected
 
     def act() -> str:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -116,6 +117,7 @@ def test_a_first_rank_that_died_before_it_told_is_named():
 
 def lose_the_other_while_telling() -> str | None:
     control = ControlGroup(600)
+    control.agree(None)  # all are connected
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return control.from_first(lambda: "committed")
