@@ -37,7 +37,7 @@ class Background:
         # not wait_for: a TimeoutError of the file system itself must stay what it is
         done, _ = await asyncio.wait({call}, timeout=deadline_s)
         if not done:
-            call.cancel()  # one that has not begun never will
+            future.cancel()  # one that has not begun never will
             raise ApplyError(f"{what} did not end within {deadline_s:.0f} s")
         return call.result()
 
