@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="addition: 300 000 parameters, made here; gemma3-270m: a real model, 244 MB, Gemma terms",
     )
     parser.add_argument(
-        "--apply", choices=("merged", "adapter"), default="merged", help="how the server applies a version"
+        "--apply",
+        choices=("merged", "fold", "adapter"),
+        default="merged",
+        help="how the server applies a version",
     )
     parser.add_argument("--steps", type=int, help="training steps (default: 240; 12 for gemma3-270m)")
     parser.add_argument("--publish-every", type=int, help="steps between versions (default: 20; 4)")

@@ -1,4 +1,6 @@
-"""Checks of a staged adapter that vLLM does not make: it accepts wrong shapes, ranks and NaN without a word.
+"""Checks of a staged adapter before vLLM serves it or it is folded into the base.
+
+vLLM itself accepts wrong shapes, ranks and NaN without a word.
 
 Facts: vLLM 0.32, lora/lora_model.py and peft_helper.py. Every module that the manifest names must be there
 with both factors, in the shapes that the base and the rank demand, finite.
@@ -10,13 +12,31 @@ import json
 from pathlib import Path
 
 from ..shared.errors import ApplyError
-from ..shared.manifest import AdapterEntry
+from ..shared.exchange import Version
+from ..shared.manifest import AdapterEntry, FileEntry, Manifest
 from ..shared.tensor_files import TensorSpec, read_header
+from .stager import Stager
 from .worker_extension import read_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
-_PREFIX = "base_model.model."
+FACTOR_NAMES = ("base_model.model.{}.lora_A.weight", "base_model.model.{}.lora_B.weight")
+
+
+def adapter_files(manifest: Manifest) -> list[FileEntry]:
+    """The files of a version's adapter directory."""
+    entry = manifest.adapter
+    return [file for file in manifest.files if entry and file.path.startswith(f"{entry.dir}/")]
+
+
+def stage_adapter(stager: Stager, version: Version, base: dict[str, TensorSpec]) -> tuple[Path, int]:
+    """Fetch a version's adapter and check it; its local directory and its tensor count."""
+    entry = version.manifest.adapter
+    if entry is None:
+        raise ApplyError("it holds no adapter: publish 'adapter' or 'both', or serve with --apply merged")
+    stager.stage(version, adapter_files(version.manifest))
+    directory = stager.directory(version.number) / entry.dir.removeprefix(f"{version.dir}/")
+    return directory, check_adapter(directory, entry, base)
 
 
 def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSpec]) -> int:
@@ -31,8 +51,8 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
                 f"the adapter targets {module.name}, which is no linear layer of the base: use --apply merged"
             )
         size_out, size_in = weight.shape
-        expected[f"{_PREFIX}{module.name}.lora_A.weight"] = (module.rank, size_in)
-        expected[f"{_PREFIX}{module.name}.lora_B.weight"] = (size_out, module.rank)
+        name_a, name_b = (factor.format(module.name) for factor in FACTOR_NAMES)
+        expected |= {name_a: (module.rank, size_in), name_b: (size_out, module.rank)}
     for name in sorted(expected.keys() | specs.keys()):
         found = specs[name].shape if name in specs else None
         if expected.get(name) != found:
@@ -42,11 +62,14 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
 
 
 def _check_config(config: dict) -> None:
-    """What vLLM's adapters cannot do, or do silently wrong: say so before it fails in its own words."""
+    """What vLLM's adapters cannot do, or do silently wrong, and what is more to fold than a product."""
     if config.get("peft_type") != "LORA":
-        raise ApplyError(f"vLLM takes LoRA for granted, this adapter is {config.get('peft_type')}: use LoRA")
+        raise ApplyError(
+            f"LoRA is served and folded, this adapter is {config.get('peft_type')}: use LoRA, "
+            "or serve with --apply merged"
+        )
     if config.get("bias", "none") != "none":
-        raise ApplyError("vLLM cannot serve an adapter with biases: serve with --apply merged")
+        raise ApplyError("an adapter with biases is neither served nor folded: serve with --apply merged")
     refused = {
         "use_dora": "DoRA",
         "lora_bias": "lora_bias",
@@ -54,10 +77,13 @@ def _check_config(config: dict) -> None:
         "trainable_token_indices": "trainable tokens",
         "target_parameters": "target_parameters",
         "alora_invocation_tokens": "aLoRA",
+        "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     }
     for key, words in refused.items():
         if config.get(key):
-            raise ApplyError(f"vLLM cannot serve an adapter with {words}: serve with --apply merged")
+            raise ApplyError(
+                f"an adapter with {words} is neither served nor folded: serve with --apply merged"
+            )
 
 
 def _check_finite(path: Path, names: list[str]) -> None:

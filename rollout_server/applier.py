@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..shared.checkpoint import Checkpoint
-from ..shared.digest import xxh3_128
-from ..shared.errors import ApplyError, IntegrityError, WeightferryError
+from ..shared.errors import ApplyError, WeightferryError
 from ..shared.exchange import Version
-from ..shared.manifest import FileEntry, Manifest
-from .adapter_check import check_adapter
+from .adapter_check import adapter_files, stage_adapter
 from .background import Background
 from .engine import Engine
+from .merged_source import MergedSource
 from .stager import Stager
 from .state import ServerState
-from .weights import ReloadPlan, WeightSet, own_weight_files, plan_reload, weight_set
-from .worker_extension import read_tensors
+from .weights import ReloadPlan, WeightSet, plan_reload
 
 NUM_ADAPTERS_KEPT = 3
 logger = logging.getLogger("weightferry.rollout_server")
@@ -48,7 +46,7 @@ class Applier(Protocol):
 
 
 class MergedApplier:
-    """Replaces the engine's own weights by a version's merged ones."""
+    """Replaces the engine's own weights by a version's merged ones, which `source` brings to this host."""
 
     def __init__(
         self,
@@ -57,16 +55,15 @@ class MergedApplier:
         state: ServerState,
         background: Background,
         base: Checkpoint,
-        base_digests: dict[str, str],
+        source: MergedSource,
     ) -> None:
         self._engine, self._stager, self._state, self._base = engine, stager, state, base
-        self._background = background
-        self._base_set = WeightSet.of_base(base, base_digests)
-        self._active, self._active_number = self._base_set, 0
+        self._background, self._source = background, source
+        self._active, self._active_number = source.base_set, 0
 
     async def apply(self, version: Version) -> Outcome:
         started = time.monotonic()
-        size_bytes = version.manifest.changed_bytes
+        size_bytes = self._source.num_bytes(version.manifest)
         wanted = await self._background.run("staging", lambda: self._stage(version), num_bytes=size_bytes)
         plan = plan_reload(self._active, wanted, self._base.specs)
         staged = time.monotonic()
@@ -86,21 +83,11 @@ class MergedApplier:
         )
 
     def _stage(self, version: Version) -> WeightSet:
-        manifest = version.manifest
-        if not manifest.tensors:
-            raise ApplyError(
-                "it holds no merged weights: publish 'merged' or 'both', or serve with --apply adapter"
-            )
-        staged = self._stager.stage(version, own_weight_files(manifest))
         try:
-            wanted = weight_set(manifest, staged, self._base, self._base_set)
-            for file in staged.values():
-                names = [name for name, where in wanted.files.items() if where == file]
-                _check_tensors(file, {name: wanted.digests[name] for name in names})
+            return self._source.stage(version)
         except BaseException:
             self._stager.drop(version.number)
             raise
-        return wanted
 
     async def _swap(self, plan: ReloadPlan, version: Version) -> None:
         """Pause, load, clear, label, resume; on failure the previous weights come back first."""
@@ -166,7 +153,7 @@ class AdapterApplier:
 
     async def apply(self, version: Version) -> Outcome:
         started = time.monotonic()
-        num_bytes = sum(file.size_bytes for file in _adapter_files(version.manifest))
+        num_bytes = sum(file.size_bytes for file in adapter_files(version.manifest))
         directory, num_tensors = await self._background.run(
             "staging", lambda: self._stage(version), num_bytes=num_bytes
         )
@@ -194,13 +181,8 @@ class AdapterApplier:
             raise
 
     def _stage(self, version: Version) -> tuple[Path, int]:
-        entry = version.manifest.adapter
-        if entry is None:
-            raise ApplyError("it holds no adapter: publish 'adapter' or 'both', or serve with --apply merged")
-        self._stager.stage(version, _adapter_files(version.manifest))
-        directory = self._stager.directory(version.number) / entry.dir.removeprefix(f"{version.dir}/")
         try:
-            return directory, check_adapter(directory, entry, self._base.specs)
+            return stage_adapter(self._stager, version, self._base.specs)
         except BaseException:
             self._stager.drop(version.number)
             raise
@@ -214,19 +196,3 @@ class AdapterApplier:
             except ApplyError as error:
                 logger.warning("rollout_server: the adapter of version %d: %s", number, error)
             self._stager.drop(number)
-
-
-def _check_tensors(file: Path, digests: dict[str, str]) -> None:
-    """What a plan skips as equal is skipped by these digests, so they must be the bytes' own."""
-    from ..shared.tensor_bytes import bytes_of
-
-    for name, tensor in read_tensors(file, list(digests)):
-        if (found := xxh3_128(bytes_of(tensor))) != digests[name]:
-            raise IntegrityError(file, f"{name} has other bytes", expected=digests[name], found=found)
-        if not tensor.isfinite().all():
-            raise ApplyError(f"{name} is not finite: the training diverged")
-
-
-def _adapter_files(manifest: Manifest) -> list[FileEntry]:
-    entry = manifest.adapter
-    return [file for file in manifest.files if entry and file.path.startswith(f"{entry.dir}/")]

@@ -115,8 +115,8 @@ def require_fitting_start(config: Any, apply: str) -> None:
             "start vLLM with --enforce-eager: on CPU, compiled graphs keep the weights of their first run"
         )
     if apply == "adapter" and config.lora_config is None:
-        raise UnsupportedError("start vLLM with --enable-lora, or serve with --apply merged")
-    if apply == "merged" and config.model_config.quantization is not None:
+        raise UnsupportedError("start vLLM with --enable-lora, or serve with --apply merged or fold")
+    if apply != "adapter" and config.model_config.quantization is not None:
         raise UnsupportedError(
             f"the base is quantised ({config.model_config.quantization}): merged weights cannot replace its "
             "own; serve with --apply adapter"

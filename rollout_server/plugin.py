@@ -18,6 +18,7 @@ from .applier import AdapterApplier, Applier, MergedApplier
 from .background import Background
 from .cache_dir import take_cache_dir
 from .engine import VllmEngine, require_fitting_start, require_tested_version
+from .merged_source import FoldSource, ShardSource
 from .settings import ServerSettings
 from .stager import Stager
 from .state import ServerState
@@ -73,7 +74,8 @@ class RolloutPlugin:
         stager = Stager(take_cache_dir(self._settings.cache_dir))
         if self._settings.apply == "adapter":
             return AdapterApplier(engine, stager, self._state, background, base, engine.public_name)
-        return MergedApplier(engine, stager, self._state, background, base, digests)
+        source = (FoldSource if self._settings.apply == "fold" else ShardSource)(stager, base, digests)
+        return MergedApplier(engine, stager, self._state, background, base, source)
 
 
 def _show_log() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from ..shared.errors import ConfigError
 
 PREFIX = "WEIGHTFERRY_"
-APPLY_MODES = ("merged", "adapter")
+APPLY_MODES = ("merged", "fold", "adapter")
 
 
 def setting(default: str | None, sentence: str) -> str:
@@ -28,7 +28,7 @@ class ServerSettings:
     """One field a variable: WEIGHTFERRY_EXCHANGE is `exchange`."""
 
     exchange: str = setting(None, "The exchange to watch; it need not exist yet.")
-    apply: str = setting("merged", "How a version is made active: merged or adapter.")
+    apply: str = setting("merged", "How a version is made active: merged, fold or adapter.")
     base: str = setting("", "The local directory of the base; vLLM's model where empty.")
     poll_interval_s: str = setting("0.5", "Seconds between two looks at the exchange's pointer.")
     cache_dir: str = setting(

@@ -13,6 +13,17 @@ import torch
 COMPUTE_DTYPE = torch.float64
 
 
+def merge_lora(
+    weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """A linear layer's merged weight [out, in] in float64, from A [r, in] and B [out, r], not yet rounded.
+
+    The same operations in the same order as PEFT's on a float64 copy of the layer, which the exporter uses.
+    """
+    wide_a, wide_b = lora_a.to(COMPUTE_DTYPE), lora_b.to(COMPUTE_DTYPE)
+    return weight.to(COMPUTE_DTYPE) + (wide_b @ wide_a) * scaling
+
+
 def round_merged(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A merged tensor, computed in float64, in the dtype that the base checkpoint stores it in."""
     if value.dtype != COMPUTE_DTYPE:

@@ -14,6 +14,7 @@ from tiny_exchange import CHANGED, UNCHANGED, make_base
 from weightferry.rollout_server.applier import AdapterApplier, MergedApplier
 from weightferry.rollout_server.background import Background
 from weightferry.rollout_server.engine import Part
+from weightferry.rollout_server.merged_source import FoldSource, ShardSource
 from weightferry.rollout_server.settings import ServerSettings
 from weightferry.rollout_server.stager import Stager
 from weightferry.rollout_server.state import ServerState
@@ -106,7 +107,12 @@ class World:
         stager, self.background = Stager(self.cache_dir), Background(deadline_s=60.0)
         self.now_s = 0.0  # by the watcher's clock, which only tests move
         parts = (self.engine, stager, self.state, self.background, self.checkpoint)
-        applier = MergedApplier(*parts, digests) if apply == "merged" else AdapterApplier(*parts, "policy")
+        sources = {"merged": ShardSource, "fold": FoldSource}
+        applier = (
+            AdapterApplier(*parts, "policy")
+            if apply == "adapter"
+            else MergedApplier(*parts, sources[apply](stager, self.checkpoint, digests))
+        )
         self.watcher = Watcher(
             settings, self.state, applier, self.background, identity, clock=lambda: self.now_s
         )

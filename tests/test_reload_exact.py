@@ -21,7 +21,11 @@ pytestmark = pytest.mark.vllm
 
 # everything changes; then all but the queries goes back to the base; then the queries alone change
 TARGETS = ("all-linear", ["q_proj"], ["q_proj"])
-NUM_APPLIED = {"merged": (20, 20, 12), "adapter": (28, 4, 4)}  # the queries with keys, values and biases
+NUM_APPLIED = {
+    "merged": (20, 20, 12),
+    "fold": (20, 20, 12),
+    "adapter": (28, 4, 4),
+}  # the queries with keys, values and biases
 SHORT = [f"{i} + {7 * i} = " for i in range(12)]
 LONG = [f"{word} " * 30 for word in ("alpha", "bravo", "charlie", "delta", "echo", "fox", "golf", "hotel")]
 PROMPTS = SHORT + LONG
@@ -47,14 +51,14 @@ def serve_each(directory: Path, base: Path, apply: str) -> dict[int, Answers]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("apply", ["merged", "adapter"])
+@pytest.mark.parametrize("apply", ["merged", "fold", "adapter"])
 def test_reloaded_answers_equal_those_of_a_fresh_vllm(tmp_path, apply):
     base = make_tiny_model(tmp_path / "base")
     answers = serve_each(tmp_path, base, apply)
     versions = Exchange.open(tmp_path / "exchange").versions()
     assert len(versions) == len(TARGETS)
     assert answers.keys() == {0, *(version.number for version in versions)}
-    starts = [(v.path, None) if apply == "merged" else (base, v.path / "adapter") for v in versions]
+    starts = [(base, v.path / "adapter") if apply == "adapter" else (v.path, None) for v in versions]
     for version, fresh in zip(versions, ask_fresh_engines(PROMPTS, starts), strict=True):
         assert answers[version.number] == fresh, f"version {version.number}"
     distinct = {str(tokens) for tokens in answers.values()}

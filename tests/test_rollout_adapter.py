@@ -75,7 +75,9 @@ def test_what_vllm_cannot_serve_is_refused_with_the_way_out(tmp_path, key):
 def test_what_vllm_would_take_for_lora_without_a_word_is_refused(tmp_path):
     with pytest.raises(ApplyError, match="this adapter is IA3"):
         check_adapter(write(tmp_path, peft_type="IA3"), ENTRY, BASE)
-    with pytest.raises(ApplyError, match="with biases: serve with --apply merged"):
+    with pytest.raises(
+        ApplyError, match="with biases is neither served nor folded: serve with --apply merged"
+    ):
         check_adapter(write(tmp_path, bias="lora_only"), ENTRY, BASE)
 
 

@@ -140,7 +140,7 @@ def test_an_error_in_a_check_is_a_refusal_like_any_other(world, monkeypatch):
     def fail(*_arguments: object) -> None:
         raise KeyError("tensors")
 
-    monkeypatch.setattr("weightferry.rollout_server.applier.weight_set", fail)
+    monkeypatch.setattr("weightferry.rollout_server.merged_source.weight_set", fail)
     bad = world.publish(2)
     world.look()
     world.check_serves(good)

@@ -1,0 +1,165 @@
+"""Where merged weights come from: a version's own shards, or its adapter folded into this server's base.
+
+Invariant: what `stage` returns lies on this host, belongs to this base, and every digest in it is that of
+the bytes in the files. Called by the applier, off the event loop, before anything is paused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ..shared.checkpoint import Checkpoint
+from ..shared.digest import xxh3_128
+from ..shared.errors import ApplyError, IntegrityError
+from ..shared.exchange import Version
+from ..shared.manifest import AdapterModule, Manifest
+from ..shared.tensor_files import plan_file
+from .adapter_check import FACTOR_NAMES, WEIGHTS_NAME, adapter_files, stage_adapter
+from .stager import Stager
+from .weights import WeightSet, own_weight_files, weight_set
+from .worker_extension import read_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+FOLDED_NAME = "folded.safetensors"
+
+
+class MergedSource(Protocol):
+    """One way to bring a version's merged weights to this host."""
+
+    base_set: WeightSet
+
+    def num_bytes(self, manifest: Manifest) -> int:
+        """Bytes that `stage` moves, for its deadline."""
+        ...
+
+    def stage(self, version: Version) -> WeightSet:
+        """Fetch and check; ApplyError or IntegrityError names what is wrong. The caller drops the files."""
+        ...
+
+
+class ShardSource:
+    """The merged shards that the trainer wrote."""
+
+    def __init__(self, stager: Stager, base: Checkpoint, base_digests: dict[str, str]) -> None:
+        self._stager, self._base = stager, base
+        self.base_set = WeightSet.of_base(base, base_digests)
+
+    def num_bytes(self, manifest: Manifest) -> int:
+        return manifest.changed_bytes
+
+    def stage(self, version: Version) -> WeightSet:
+        manifest = version.manifest
+        if not manifest.tensors:
+            raise ApplyError(
+                "it holds no merged weights: publish 'merged' or 'both', or use --apply fold or adapter"
+            )
+        staged = self._stager.stage(version, own_weight_files(manifest))
+        wanted = weight_set(manifest, staged, self._base, self.base_set)
+        for file in staged.values():
+            names = [name for name, where in wanted.files.items() if where == file]
+            _check_tensors(file, {name: wanted.digests[name] for name in names})
+        return wanted
+
+
+class FoldSource:
+    """The adapter's bytes alone travel; the exporter's merge rule is applied here, tensor by tensor.
+
+    Bit for bit the trainer's merge: where the version holds merged weights too, their digests must agree.
+    """
+
+    def __init__(self, stager: Stager, base: Checkpoint, base_digests: dict[str, str]) -> None:
+        self._stager, self._base = stager, base
+        self.base_set = WeightSet.of_base(base, base_digests)
+
+    def num_bytes(self, manifest: Manifest) -> int:
+        modules = manifest.adapter.modules if manifest.adapter else ()
+        folded = [self._base.specs[n].size_bytes for n in map(_weight_name, modules) if n in self._base.specs]
+        return sum(file.size_bytes for file in adapter_files(manifest)) + sum(folded)
+
+    def stage(self, version: Version) -> WeightSet:
+        directory, _ = stage_adapter(self._stager, version, self._base.specs)
+        entry = version.manifest.adapter
+        modules = entry.modules if entry else ()
+        self._refuse_tied(modules)
+        file = directory.parent / FOLDED_NAME
+        folded = self._fold(modules, directory / WEIGHTS_NAME, file)
+        wanted = WeightSet(
+            digests=self.base_set.digests | folded, files=self.base_set.files | dict.fromkeys(folded, file)
+        )
+        for tensor in version.manifest.tensors:
+            if (found := wanted.digests.get(tensor.name)) != tensor.xxh3_128:
+                raise ApplyError(
+                    f"{tensor.name} is {found} when folded here, {tensor.xxh3_128} as the trainer merged it: "
+                    "serve with --apply merged"
+                )
+        return wanted
+
+    def _fold(self, modules: tuple[AdapterModule, ...], adapter: Path, file: Path) -> dict[str, str]:
+        """Write every folded weight into one safetensors file, one in memory at a time; their digests."""
+        from ..shared.merge import merge_lora, round_merged
+        from ..shared.tensor_bytes import TORCH_DTYPES, bytes_of
+
+        by_weight = {_weight_name(module): module for module in modules}
+        plan = plan_file(self._base.specs[name] for name in by_weight)
+        digests: dict[str, str] = {}
+        with file.open("wb") as output:
+            output.write(plan.header)
+            for slot in plan.slots:
+                name = slot.spec.name
+                module = by_weight[name]
+                names = [factor.format(module.name) for factor in FACTOR_NAMES]
+                factors = dict(read_tensors(adapter, names))
+                merged = merge_lora(self._base_weight(name), *(factors[n] for n in names), module.scaling)
+                data = bytes_of(_require_finite(name, round_merged(merged, TORCH_DTYPES[slot.spec.dtype])))
+                digests[name] = xxh3_128(data)
+                output.write(data)
+        return digests
+
+    def _base_weight(self, name: str) -> torch.Tensor:
+        """The base's tensor, read anew: it must still be what it was when the server started."""
+        from ..shared.tensor_bytes import bytes_of
+
+        ((_, weight),) = read_tensors(self.base_set.files[name], [name])
+        if (found := xxh3_128(bytes_of(weight))) != self.base_set.digests[name]:
+            raise IntegrityError(
+                self.base_set.files[name],
+                f"{name} is not what it was when the server started",
+                expected=self.base_set.digests[name],
+                found=found,
+                action="restore the base, then start the server again",
+            )
+        return weight
+
+    def _refuse_tied(self, modules: tuple[AdapterModule, ...]) -> None:
+        """An engine with tied embeddings has one matrix for both, whatever is folded into one of them."""
+        config = self._base.config
+        is_tied = any(part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
+        for module in modules:
+            if is_tied and module.name.rpartition(".")[2] in ("lm_head", "embed_tokens"):
+                raise ApplyError(
+                    f"the adapter targets {module.name}, which the base ties to another matrix: leave it "
+                    "unadapted"
+                )
+
+
+def _weight_name(module: AdapterModule) -> str:
+    return f"{module.name}.weight"
+
+
+def _require_finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.isfinite().all():
+        raise ApplyError(f"{name} is not finite: the training diverged")
+    return tensor
+
+
+def _check_tensors(file: Path, digests: dict[str, str]) -> None:
+    """What a plan skips as equal is skipped by these digests, so they must be the bytes' own."""
+    from ..shared.tensor_bytes import bytes_of
+
+    for name, tensor in read_tensors(file, list(digests)):
+        if (found := xxh3_128(bytes_of(tensor))) != digests[name]:
+            raise IntegrityError(file, f"{name} has other bytes", expected=digests[name], found=found)
+        _require_finite(name, tensor)
