@@ -110,9 +110,9 @@ class FoldSource:
             for slot in plan.slots:
                 name = slot.spec.name
                 module = by_weight[name]
-                names = [factor.format(module.name) for factor in FACTOR_NAMES]
-                factors = dict(read_tensors(adapter, names))
-                merged = merge_lora(self._base_weight(name), *(factors[n] for n in names), module.scaling)
+                name_a, name_b = (factor.format(module.name) for factor in FACTOR_NAMES)
+                factors = dict(read_tensors(adapter, [name_a, name_b]))
+                merged = merge_lora(self._base_weight(name), factors[name_a], factors[name_b], module.scaling)
                 data = bytes_of(_require_finite(name, round_merged(merged, TORCH_DTYPES[slot.spec.dtype])))
                 digests[name] = xxh3_128(data)
                 output.write(data)

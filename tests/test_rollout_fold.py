@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def expected(world: World, factors: dict[str, torch.Tensor], scaling: float = 2.
 
 
 def publish(
-    world: World, factors: dict[str, torch.Tensor], merged: dict[str, bytes] | None = None, **config: object
+    world: World, factors: dict[str, torch.Tensor], merged: dict[str, bytes] | None = None, **config: Any
 ) -> int:
     """A version with the adapter, and with merged weights beside it if they are given."""
     exchange = Exchange.open(world.exchange_path, base=world.base_dir)
@@ -161,7 +162,7 @@ def test_a_tied_head_is_refused(world):
 
 @pytest.mark.parametrize("key", ["use_dora", "modules_to_save", "target_parameters", "fan_in_fan_out"])
 def test_what_is_more_than_a_product_is_refused_with_the_way_out(world, key):
-    number = publish(world, factors_of(1), **{key: ["x"]})
+    number = publish(world, factors_of(1), None, **{key: ["x"]})
     world.look()
     assert world.state.active_version == 0
     assert "neither served nor folded: serve with --apply merged" in world.state.refused[number].reason
