@@ -19,6 +19,7 @@ from ..shared.errors import UnsupportedError
 from ..shared.manifest import AdapterEntry, AdapterModule
 from ..shared.publication import Publication
 from ..shared.tensor_bytes import bytes_of, spec_of
+from .fsdp1 import whole_shape
 from .layer_clone import plain_clone
 
 ADAPTER_DIR = "adapter"
@@ -41,7 +42,7 @@ class AdapterView:
             )
         (self._adapter,) = model.active_adapters
         self._view: PeftModel = plain_clone(model, lambda tensor: tensor)
-        state: dict[str, torch.Tensor] = self._view.state_dict()
+        state: dict[str, torch.Tensor] = self._view.state_dict(keep_vars=True)
         if self._adapter not in known_keys:
             known_keys[self._adapter] = _saved_keys(self._view, self._adapter, state)
         self.tensors = {name: state[key] for name, key in sorted(known_keys[self._adapter].items())}
@@ -97,6 +98,8 @@ def _saved_keys(view: PeftModel, adapter: str, state: dict[str, torch.Tensor]) -
             f"PEFT finds no tensor of adapter {adapter!r} in this model; it is wrapped in a way that is not "
             "known here: make the publisher before you wrap it"
         )
-    if empty := sorted(name for name, tensor in selected.items() if 0 in tensor.shape):
-        raise UnsupportedError(f"adapter tensor {empty[0]} has no elements; shard with fully_shard (FSDP2)")
+    if empty := sorted(name for name, tensor in selected.items() if 0 in whole_shape(tensor)):
+        raise UnsupportedError(
+            f"adapter tensor {empty[0]} has no elements; give the publisher the outermost sharded module"
+        )
     return {name: keys[id(tensor)] for name, tensor in selected.items()}

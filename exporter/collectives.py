@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..shared import errors
 from ..shared.errors import PublishError, UsageError, WeightferryError
+from . import fsdp1
 
 SETTLE_S = 20.0
 _POLL_S = 0.05
@@ -40,7 +41,7 @@ def gather_all(tensors: Iterable[torch.Tensor], *, keep: bool) -> dict[int, torc
     failure: Exception | None = None
     for tensor in tensors:
         try:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = _whole(tensor)
             if keep and failure is None:
                 gathered[id(tensor)] = whole.detach()
         except Exception as error:  # the other ranks are in the next tensor's collective already
@@ -48,6 +49,12 @@ def gather_all(tensors: Iterable[torch.Tensor], *, keep: bool) -> dict[int, torc
     if failure is not None:
         raise failure
     return gathered
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if (place := fsdp1.place_of(tensor)) is not None:
+        return fsdp1.whole(tensor, place)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class ControlGroup:

@@ -71,7 +71,8 @@ def base_of(module: Any) -> nn.Module:
 
 def trained_in_base(module: nn.Module) -> set[str]:
     """Names of the base's tensors below an adapted module that are themselves trained (`bias=...`)."""
-    return {name for name, parameter in base_of(module).named_parameters() if parameter.requires_grad}
+    view = base_of(plain_clone(module, lambda tensor: tensor))  # FSDP1 inside would show in the names
+    return {name for name, parameter in view.named_parameters() if parameter.requires_grad}
 
 
 def base_state(module: nn.Module, gathered: Gathered) -> dict[str, torch.Tensor]:

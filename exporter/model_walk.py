@@ -14,10 +14,11 @@ from typing import cast
 import torch
 from peft import PeftModel
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from ..shared.errors import UnsupportedError
+from . import fsdp1
 from .layer_clone import all_tensors, is_adapted, own_tensors, unwrap
 
 OUTER = "outer"
@@ -82,10 +83,12 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Give every FSDP2 unit its sharded parameters back; the root stays unsharded after an eval forward."""
+    """Give every FSDP unit its sharded parameters back; the root stays unsharded after an eval forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            fsdp1.prepare(module)
 
 
 def walk(base: nn.Module) -> list[Unit]:
@@ -133,7 +136,9 @@ def _stack_names(base: nn.Module) -> dict[str, str]:
     for _, module, block in _visit(base, "", None):
         if block is not None:
             tensors = module.parameters() if is_adapted(module) else (t for _, t in own_tensors(module))
-            sizes[block[0]] = sizes.get(block[0], 0) + sum(tensor.numel() for tensor in tensors)
+            sizes[block[0]] = sizes.get(block[0], 0) + sum(
+                fsdp1.whole_shape(tensor).numel() for tensor in tensors
+            )
     largest = max(sizes, key=lambda path: sizes[path], default=None)
     return {path: "layer" if path == largest else path.replace(".", "-") for path in sizes}
 

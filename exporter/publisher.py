@@ -41,7 +41,8 @@ class Ticket:
 class Publisher:
     """Publishes the active adapters of one PEFT model into one exchange. A context manager.
 
-    `model`: unsharded, DDP or FSDP2 (PEFT first, then fully_shard); it stays as it is, bit for bit.
+    `model`: unsharded, DDP, FSDP2 or FSDP1 (PEFT first, then the outermost unit); it stays as it is, bit for
+    bit. FSDP1 wants `use_orig_params=True`.
     `exchange`: on rank 0 opened with `base=DIRECTORY`; other ranks may pass theirs or None. `publish`:
     "merged", "adapter" or "both". `deadline_s`: how long ranks wait for each other. Constructor, `publish`
     and `close` are collective.

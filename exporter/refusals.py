@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..shared.errors import UnsupportedError
+from . import fsdp1
 from .layer_clone import Gathered, base_of, merged_state
 from .model_walk import Unit
 
@@ -24,13 +25,17 @@ def refuse_foreign_base(model: nn.Module, peft: PeftModel) -> None:
     """Raise UnsupportedError where the base in training cannot be the exchange's, or cannot be gathered."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, FullyShardedDataParallel):
-            raise UnsupportedError(f"{name or 'the model'} is sharded with FSDP1; use fully_shard (FSDP2)")
+        if isinstance(module, FullyShardedDataParallel) and (reason := fsdp1.why_unreadable(module)):
+            raise UnsupportedError(f"{name or 'the model'} {reason}")
         if any(word in kind for word in _QUANTIZED_CLASSES):
             raise UnsupportedError(
                 f"{name} is a quantised {kind}: the base in training is not the exchange's; "
                 "load it without quantization"
             )
+    if foreign := fsdp1.foreign_parameters(model):
+        raise UnsupportedError(
+            f"{foreign[0]} belongs to an FSDP1 unit around this model; give the outermost wrapped module"
+        )
     for name in peft.active_adapters:
         init = str(getattr(peft.peft_config[name], "init_lora_weights", "")).lower()
         if init.startswith(_BASE_CHANGING_INITS):

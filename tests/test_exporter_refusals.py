@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from exporter_ranks import Case, build
 from peft import (
     ArrowConfig,
@@ -24,10 +23,8 @@ from peft import (
     get_peft_model,
 )
 from peft.tuners import lora
-from ranks import on_ranks
 from tiny_model import make_tiny_model
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM
 
 from weightferry.exporter.checkpoint_files import config_bytes, side_files
@@ -166,18 +163,6 @@ def test_wrong_requests_are_told(directory, tmp_path):
     for without_base in (None, Exchange.open(tmp_path / "exchange")):
         with pytest.raises(ConfigError, match="rank 0 must open the exchange with its base"):
             Publisher(adapted(directory), without_base)
-
-
-@pytest.mark.ranks
-@on_ranks(2)
-def test_fsdp1_is_refused_on_every_rank(directory, tmp_path):
-    model = FullyShardedDataParallel(
-        adapted(directory).float(), use_orig_params=True, device_id=torch.device("cpu")
-    )
-    is_first = dist.get_rank() == 0
-    exchange = Exchange.open(tmp_path / "exchange", base=directory / "tiny") if is_first else None
-    with pytest.raises(UnsupportedError, match=r"sharded with FSDP1; use fully_shard \(FSDP2\)"):
-        Publisher(model, exchange)
 
 
 def test_a_base_that_is_not_the_exchanges_is_refused_naming_a_few_tensors(directory, tmp_path):

@@ -1,0 +1,184 @@
+"""Publishing from FSDP1: byte for byte what one process publishes, whatever the units and the world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from exporter_ranks import CASES, build, open_exchange, place
+from fsdp1_wraps import WRAPS, hybrid, layers, leaves
+from ranks import on_ranks, run_on_ranks
+from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
+
+from weightferry.exporter.publisher import Publisher
+from weightferry.shared.errors import UnsupportedError
+
+pytestmark = pytest.mark.ranks
+
+# Layers as units want one dtype in each; leaves as units allow PEFT's float32 factors on a bfloat16 base.
+BY_LAYERS = [
+    "all-linear",
+    "tied, rslora, patterns",
+    "odd sizes",
+    "experts",
+    "dora",
+    "head and embedding",
+    "biases",
+]
+BY_LEAVES = ["all-linear", "odd sizes"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fsdp1")
+    make_tiny_model(path / "tiny")
+    make_tiny_model(path / "tied", tied=True)
+    make_odd_model(path / "odd")
+    make_tiny_moe(path / "moe")
+    return path
+
+
+def publish_once(root: Any, directory: Path, base: str, name: str) -> Path:
+    exchange = open_exchange(place()[0], directory / name, directory / base)
+    with Publisher(root, exchange, publish="both") as publisher:
+        return publisher.publish(1).wait().path
+
+
+def published_cases(directory: Path) -> dict[tuple[str, str], Path]:
+    """Every case by layers (all of it in float32) and by leaves; in one process: unsharded."""
+    world_size, published = place()[1], {}
+    for kind, names, wrap in (("layers", BY_LAYERS, layers), ("leaves", BY_LEAVES, leaves)):
+        for name in names:
+            dtype = torch.float32 if kind == "layers" else torch.bfloat16
+            model = build(CASES[name], directory, dtype=dtype)
+            root = wrap(model) if world_size > 1 else model
+            place_name = f"{world_size}-{kind}-{name}"
+            published[kind, name] = publish_once(root, directory, CASES[name].base, place_name)
+            if world_size == 1:
+                model.save_pretrained(str(directory / "peft" / kind / name))
+    return published
+
+
+@pytest.fixture(scope="module")
+def published(directory: Path) -> dict[int, dict[tuple[str, str], Path]]:
+    return {world: run_on_ranks(published_cases, directory, world_size=world)[0] for world in (1, 2, 3)}
+
+
+def differing_files(one: Path, other: Path) -> list[str]:
+    """Files of a version, apart from its manifest, that are not the same in both."""
+    names = {p.relative_to(path) for path in (one, other) for p in path.rglob("*") if p.is_file()}
+    read = [{n: (p / n).read_bytes() for n in names if (p / n).exists()} for p in (one, other)]
+    return sorted(str(n) for n in names if n.name != "manifest.json" and read[0].get(n) != read[1].get(n))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("layers", name) for name in BY_LAYERS] + [("leaves", name) for name in BY_LEAVES]
+)
+def test_a_version_of_fsdp1_is_byte_for_byte_that_of_one_process(
+    directory, published, kind, name, world_size
+):
+    one, other = published[1][kind, name], published[world_size][kind, name]
+    assert differing_files(one, other) == []
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        expected = directory / "peft" / kind / name / file
+        assert (other / "adapter" / file).read_bytes() == expected.read_bytes()
+
+
+def publish_wraps(directory: Path, names: list[str]) -> dict[str, Path]:
+    published = {}
+    for name in names:
+        model = build(CASES["all-linear"], directory, dtype=torch.float32)
+        root = WRAPS[name](model) if dist.is_initialized() else model
+        published[name] = publish_once(root, directory, "tiny", f"wrap-{place()[1]}-{name}")
+    return published
+
+
+@pytest.fixture(scope="module")
+def wrapped(directory: Path) -> dict[str, Path]:
+    (plain,) = run_on_ranks(publish_wraps, directory, ["layers"], world_size=1)
+    return {"plain": plain["layers"]} | run_on_ranks(publish_wraps, directory, list(WRAPS), world_size=2)[0]
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_no_kind_of_units_shows_in_a_version(wrapped, name):
+    assert differing_files(wrapped["plain"], wrapped[name]) == []
+
+
+def publish_hybrid(directory: Path) -> Path:
+    root = hybrid(build(CASES["odd sizes"], directory, dtype=torch.float32), (2, 2))
+    return publish_once(root, directory, "odd", "hybrid")
+
+
+def test_two_sharded_replicas_give_the_same_version(directory, published):
+    for version in run_on_ranks(publish_hybrid, directory, world_size=4):
+        assert differing_files(published[1]["layers", "odd sizes"], version) == []
+
+
+@on_ranks(2)
+def test_a_publish_in_the_middle_of_accumulated_gradients_changes_none(directory, tmp_path):
+    grads = []
+    for publishes in (False, True):
+        root = layers(build(CASES["all-linear"], directory, dtype=torch.float32))
+        batches = (torch.tensor([[3 + dist.get_rank(), 4]]), torch.tensor([[9, 5 + dist.get_rank()]]))
+        with root.no_sync():
+            root(input_ids=batches[0]).logits.square().mean().backward()
+        if publishes:
+            publish_once(root, directory, "tiny", f"{tmp_path}/exchange")
+        root(input_ids=batches[1]).logits.square().mean().backward()
+        grads.append([None if p.grad is None else p.grad.clone() for p in root.parameters()])
+    assert any(grad is not None and grad.abs().sum() > 0 for grad in grads[0])
+    for one, other in zip(*grads, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_training_goes_on_as_if_nothing_had_been_published(directory, tmp_path):
+    losses = []
+    for publishes in (False, True):
+        root = leaves(build(CASES["all-linear"], directory, dtype=torch.float32))
+        optimizer = torch.optim.AdamW([p for p in root.parameters() if p.requires_grad], lr=0.01)
+        for step in range(3):
+            loss = root(input_ids=torch.tensor([[3 + dist.get_rank(), 4, 5 + step]])).logits.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if publishes:
+                publish_once(root, directory, "tiny", f"{tmp_path}/exchange")
+    assert losses[:3] == losses[3:]
+    assert len(set(losses)) == 3
+
+
+REFUSED = {
+    "parameters are hidden": (
+        lambda model: leaves(model, use_orig_params=False),
+        "use_orig_params=False, which hides parameters; wrap with use_orig_params=True",
+    ),
+    "replicas of one rank": (
+        lambda model: hybrid(model, (2, 1)),
+        "HYBRID_SHARD over groups of one rank, whose replicas drift apart; use groups of two or more",
+    ),
+    "not the outermost": (
+        lambda model: layers(model).module,
+        "belongs to an FSDP1 unit around this model; give the outermost wrapped module",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_units_that_cannot_be_right_are_refused_on_every_rank(directory, tmp_path, name):
+    for said in run_on_ranks(refuse, directory, tmp_path, name, world_size=2):
+        assert REFUSED[name][1] in said
+
+
+def refuse(directory: Path, path: Path, name: str) -> str:
+    root = REFUSED[name][0](build(CASES["all-linear"], directory, dtype=torch.float32))
+    exchange = open_exchange(place()[0], path / "exchange", directory / "tiny")
+    with pytest.raises(UnsupportedError) as caught:
+        Publisher(root, exchange)
+    return str(caught.value)
