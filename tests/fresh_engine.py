@@ -1,8 +1,8 @@
 """Plain vLLM engines, without anything of ours, each started on one directory: the reference for reloads.
 
-`python tests/fresh_engine.py` reads `{"prompts": [...], "starts": [[model, adapter or null], ...]}` from
-standard input, starts a new engine for each start, asks it the prompts greedily, one at a time, and prints
-the token ids as JSON after the line "ANSWERS".
+`python tests/fresh_engine.py` reads `{"prompts": [...], "starts": [[model, adapter or null], ...],
+"num_ranks": 1}` from standard input, starts a new engine for each start, asks it the prompts greedily, one at
+a time, and prints the token ids as one line of JSON after the line "ANSWERS".
 """
 
 from __future__ import annotations
@@ -29,21 +29,34 @@ QUICK_START = {
 
 
 def ask_fresh_engines(
-    prompts: list[str], starts: Sequence[tuple[Path, Path | None]]
+    prompts: list[str], starts: Sequence[tuple[Path, Path | None]], *, num_ranks: int = 1
 ) -> list[list[list[int]]]:
     """Token ids for each prompt, for each start: a model's directory, and an adapter's or None."""
     plain = [(str(model), adapter and str(adapter)) for model, adapter in starts]
     done = subprocess.run(
         [sys.executable, __file__],
-        input=json.dumps({"prompts": prompts, "starts": plain}),
-        env=os.environ | QUICK_START,
+        input=json.dumps({"prompts": prompts, "starts": plain, "num_ranks": num_ranks}),
+        env=os.environ | QUICK_START | (fresh_ranks(num_ranks) if num_ranks > 1 else {}),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.rpartition("ANSWERS\n")[2])
+    # what follows are the farewells of ranks
+    return json.loads(done.stdout.rpartition("ANSWERS\n")[2].splitlines()[0])
+
+
+def rank_environment(num_ranks: int) -> dict[str, str]:
+    """A core for each tensor-parallel rank: by itself vLLM on CPU wants a NUMA node for each (0.32)."""
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
+    return {"VLLM_CPU_OMP_THREADS_BIND": bound}
+
+
+def fresh_ranks(num_ranks: int) -> dict[str, str]:
+    """Our plug-in does nothing here but ask Linux for AMX in every rank; see rollout_server/engine.py."""
+    return rank_environment(num_ranks) | {"VLLM_PLUGINS": "weightferry"}
 
 
 def main() -> None:
@@ -54,12 +67,12 @@ def main() -> None:
     request = json.load(sys.stdin)
     answers = []
     for model, adapter in request["starts"]:
-        answers.append(ask(model, adapter, request["prompts"]))
+        answers.append(ask(model, adapter, request["prompts"], request["num_ranks"]))
         cleanup_dist_env_and_memory()
     print("ANSWERS", json.dumps(answers), sep="\n", flush=True)
 
 
-def ask(model: str, adapter: str | None, prompts: list[str]) -> list[list[int]]:
+def ask(model: str, adapter: str | None, prompts: list[str], num_ranks: int) -> list[list[int]]:
     """Start an engine, ask it, and let it go."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -71,6 +84,7 @@ def ask(model: str, adapter: str | None, prompts: list[str]) -> list[list[int]]:
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         enable_lora=adapter is not None,
         max_lora_rank=8,
+        tensor_parallel_size=num_ranks,
     )
     lora = LoRARequest("fresh", 1, adapter) if adapter else None
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from exporter_ranks import Case, build, train
-from fresh_engine import ask_fresh_engines
+from fresh_engine import ask_fresh_engines, rank_environment
 from tiny_model import make_tiny_model
 from vllm_server import Answers, live_server
 
@@ -31,11 +31,13 @@ LONG = [f"{word} " * 30 for word in ("alpha", "bravo", "charlie", "delta", "echo
 PROMPTS = SHORT + LONG
 
 
-def serve_each(directory: Path, base: Path, apply: str) -> dict[int, Answers]:
+def serve_each(directory: Path, base: Path, apply: str, num_ranks: int) -> dict[int, Answers]:
     """One live server through all versions; what it answered under each, by number (0: the base)."""
     answers: dict[int, Answers] = {}
     exchange = directory / "exchange"
-    with live_server(directory, base, exchange, apply) as server:
+    flags = ("--tensor-parallel-size", str(num_ranks)) if num_ranks > 1 else ()
+    environment = rank_environment(num_ranks) if num_ranks > 1 else None
+    with live_server(directory, base, exchange, apply, *flags, environment=environment) as server:
         answers[0], named = server.ask_greedy(PROMPTS)
         assert named == {0}
         for step, targets in enumerate(TARGETS):
@@ -52,14 +54,15 @@ def serve_each(directory: Path, base: Path, apply: str) -> dict[int, Answers]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("apply", ["merged", "fold", "adapter"])
-def test_reloaded_answers_equal_those_of_a_fresh_vllm(tmp_path, apply):
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_reloaded_answers_equal_those_of_a_fresh_vllm(tmp_path, apply, num_ranks):
     base = make_tiny_model(tmp_path / "base")
-    answers = serve_each(tmp_path, base, apply)
+    answers = serve_each(tmp_path, base, apply, num_ranks)
     versions = Exchange.open(tmp_path / "exchange").versions()
     assert len(versions) == len(TARGETS)
     assert answers.keys() == {0, *(version.number for version in versions)}
     starts = [(base, v.path / "adapter") if apply == "adapter" else (v.path, None) for v in versions]
-    for version, fresh in zip(versions, ask_fresh_engines(PROMPTS, starts), strict=True):
+    for version, fresh in zip(versions, ask_fresh_engines(PROMPTS, starts, num_ranks=num_ranks), strict=True):
         assert answers[version.number] == fresh, f"version {version.number}"
     distinct = {str(tokens) for tokens in answers.values()}
     assert len(distinct) == len(TARGETS) + 1  # else a server that reloads nothing would pass

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-from exporter_ranks import Case, build, train
 from fresh_engine import MAX_MODEL_LEN
-from peft import PeftModel
+from live_stage import Stage
 from processes import wait_until_gone
-from tiny_model import make_tiny_model
-from transformers import AutoModelForCausalLM
-from vllm_server import LiveServer, live_server
-
-from weightferry.exporter.publisher import Publisher
-from weightferry.shared.exchange import Exchange
+from vllm_server import LiveServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -28,46 +17,6 @@ PROMPT = "the policy says: "
 OTHERS = ("12 + 34 = ", "alpha " * 30)
 LONG = 950
 assert len(PROMPT) + LONG < MAX_MODEL_LEN
-
-
-class Training:
-    """A model in training, and its publisher."""
-
-    def __init__(self, stage: Stage, model: PeftModel, publisher: Publisher) -> None:
-        self._stage, self._model, self._publisher = stage, model, publisher
-
-    def publish(self, *, new_weights: bool = True) -> int:
-        self._stage.step += 1
-        if new_weights:
-            train(self._model, self._stage.step)
-        return self._publisher.publish(self._stage.step).wait().number
-
-
-class Stage:
-    """A base of one small file a tensor or two, the server's own copy of it, and an exchange."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.exchange, self.step = directory, directory / "exchange", 0
-        self.base, self.servers_base = make_tiny_model(directory / "base"), directory / "servers-base"
-        AutoModelForCausalLM.from_pretrained(self.base).save_pretrained(self.base, max_shard_size="40KB")
-        (self.base / "model.safetensors").unlink()
-        shutil.copytree(self.base, self.servers_base)
-
-    @contextmanager
-    def training(self, targets: object = "all-linear") -> Iterator[Training]:
-        model = build(Case(base="base", lora={"target_modules": targets}), self.directory)
-        with Publisher(model, Exchange.open(self.exchange, base=self.base)) as publisher:
-            yield Training(self, model, publisher)
-
-    @contextmanager
-    def server(self, apply: str, *flags: str) -> Iterator[LiveServer]:
-        with live_server(self.directory, self.servers_base, self.exchange, apply, *flags) as server:
-            yield server
-
-    def lose_base_tensor(self, name: str) -> None:
-        """Remove the file that holds it from the server's base."""
-        index = json.loads((self.servers_base / "model.safetensors.index.json").read_bytes())
-        (self.servers_base / index["weight_map"][name]).unlink()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,9 +48,14 @@ class LiveServer:
     def log(self) -> str:
         return self._job.log.read_text()
 
+    @property
+    def pid(self) -> int:
+        """The API server's."""
+        return self._job._process.pid
+
     def kill(self) -> list[int]:
         """SIGKILL to the API server, and only to it; returns the processes that it had started."""
-        pid = self._job._process.pid
+        pid = self.pid
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         self._job._process.kill()
         return children
@@ -130,7 +135,13 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    directory: Path, base: Path, exchange: Path, apply: str, *flags: str, name: str = "server"
+    directory: Path,
+    base: Path,
+    exchange: Path,
+    apply: str,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    name: str = "server",
 ) -> Iterator[LiveServer]:
     """Start a server and wait until it answers; it is ended with the block."""
     plan = ServerPlan(
@@ -146,7 +157,8 @@ def live_server(
     )
     command = [*plan.command(), "--served-model-name", MODEL, "--poll-interval-s", "0.1", *flags]
     http = httpx.Client(base_url=plan.url, timeout=APPLY_DEADLINE_S, trust_env=False)
-    with Job("server", command, log=plan.log, environment=plan.environment()) as job, http:
+    variables = plan.environment() | dict(environment or {})
+    with Job("server", command, log=plan.log, environment=variables) as job, http:
         server = LiveServer(job, http)
         server.wait_for(lambda status: status["state"] != "starting", "an answer", START_DEADLINE_S)
         yield server

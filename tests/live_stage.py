@@ -1,0 +1,65 @@
+"""A training that publishes, and live servers that follow it: the two sides of a test with a real engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from exporter_ranks import Case, build, train
+from peft import PeftModel
+from tiny_model import make_tiny_model
+from transformers import AutoModelForCausalLM
+from vllm_server import LiveServer, live_server
+
+from weightferry.exporter.publisher import Publisher
+from weightferry.shared.exchange import Exchange
+
+
+class Training:
+    """A model in training, and its publisher."""
+
+    def __init__(self, stage: Stage, model: PeftModel, publisher: Publisher) -> None:
+        self._stage, self._model, self._publisher = stage, model, publisher
+
+    def publish(self, *, new_weights: bool = True) -> int:
+        self._stage.step += 1
+        if new_weights:
+            train(self._model, self._stage.step)
+        return self._publisher.publish(self._stage.step).wait().number
+
+
+class Stage:
+    """A base of one small file a tensor or two, the server's own copy of it, and an exchange."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.exchange, self.step = directory, directory / "exchange", 0
+        self.base, self.servers_base = make_tiny_model(directory / "base"), directory / "servers-base"
+        AutoModelForCausalLM.from_pretrained(self.base).save_pretrained(self.base, max_shard_size="40KB")
+        (self.base / "model.safetensors").unlink()
+        shutil.copytree(self.base, self.servers_base)
+
+    @contextmanager
+    def training(self, targets: object = "all-linear") -> Iterator[Training]:
+        model = build(Case(base="base", lora={"target_modules": targets}), self.directory)
+        with Publisher(model, Exchange.open(self.exchange, base=self.base)) as publisher:
+            yield Training(self, model, publisher)
+
+    @contextmanager
+    def server(
+        self, apply: str, *flags: str, environment: Mapping[str, str] | None = None, name: str = "server"
+    ) -> Iterator[LiveServer]:
+        paths = (self.directory, self.servers_base, self.exchange)
+        with live_server(*paths, apply, *flags, environment=environment, name=name) as server:
+            yield server
+
+    def lose_base_tensor(self, name: str) -> None:
+        """Remove the file that holds it from the server's base."""
+        self.base_file(name).unlink()
+
+    def base_file(self, name: str) -> Path:
+        """The file of the server's base that holds a tensor."""
+        index = json.loads((self.servers_base / "model.safetensors.index.json").read_bytes())
+        return self.servers_base / index["weight_map"][name]
