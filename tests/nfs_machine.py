@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def require_machine() -> Path:
     return unpacked
 
 
-def run_story(story: str, directory: Path, deadline_s: float = 300.0) -> dict[str, dict[str, object]]:
+def run_story(story: str, directory: Path, deadline_s: float = 300.0) -> dict[str, dict[str, Any]]:
     """Boot, let each client play its role of a story (nfs_stories.py), halt; what each role reported.
 
     A role that failed fails the test, with everything that the guest printed.
