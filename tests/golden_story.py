@@ -20,7 +20,7 @@ from tiny_exchange import make_base, publish
 
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.manifest import WriterInfo
-from weightferry.shared.pins import pin
+from weightferry.shared.pins import pin, unpin
 from weightferry.shared.retention import Pruner, RetentionPolicy
 from weightferry.shared.signing import HmacKey
 from weightferry.shared.writer import ExchangeWriter
@@ -63,6 +63,8 @@ def golden_exchange(folder: Path) -> Iterator[Path]:
         writer = ExchangeWriter.become(exchange, run_id="run-7", writer_ttl_s=0, signing_key=KEY)
         numbers = [publish(writer, step).number for step in (10, 20, 30)]
         pin(exchange, numbers[0])
+        pin(exchange, numbers[2])
+        unpin(exchange, numbers[2])
         pruner = Pruner(exchange, RetentionPolicy(keep=1), grace_s=0)
         pruner.give_up()
         pruner.advance()

@@ -23,7 +23,7 @@ def test_every_kind_of_file_is_among_the_golden_ones():
     for part in ("exchange.json", "latest.json", "writer.json", "readers/", "base/", "manifest.json"):
         assert any(name.startswith(part) or name.endswith(part) for name in names), part
     log = b"".join(data for name, data in names.items() if name.startswith("log/"))
-    for kind in ("epoch", "version", "pin", "retention"):
+    for kind in ("epoch", "version", "pin", "unpin", "retention"):
         assert f'"kind": "{kind}"'.encode() in log
     assert all(
         data.endswith(b"}\n")
