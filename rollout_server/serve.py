@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=DEFAULT_PORT, help="port to listen on (default: %(default)s)"
     )
     parser.add_argument(
-        "--poll-interval-s", default="0.5", help="seconds between two looks (default: %(default)s)"
+        "--poll-interval-s", default="", help="seconds between two looks (default: 0.5, in a bucket 2)"
+    )
+    parser.add_argument(
+        "--require-signature", default="", metavar="KEY_FILE", help="refuse what this key did not sign"
     )
     parser.add_argument("--cache-dir", default="", help="host-local directory for staged files")
 
@@ -41,11 +44,13 @@ def run(args: argparse.Namespace) -> int:
         "apply": args.apply,
         "base": args.model,
         "poll_interval_s": args.poll_interval_s,
+        "require_signature": args.require_signature,
         "cache_dir": args.cache_dir,
     }
     settings = ServerSettings.from_environment(
         os.environ | {variable(name): value for name, value in flags.items()}
     )
+    _ = settings.checking_key  # a key that cannot be read is said now
     _check_base(args.model, args.exchange)
     _check_port(args.host, args.port)
     _check_cache(settings.cache_dir)

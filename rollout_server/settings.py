@@ -10,8 +10,10 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from ..shared.errors import ConfigError
+from ..shared.signing import CheckingKey, load_checking_key
 
 PREFIX = "WEIGHTFERRY_"
 APPLY_MODES = ("merged", "fold", "adapter")
@@ -30,7 +32,12 @@ class ServerSettings:
     exchange: str = setting(None, "The exchange to watch; it need not exist yet.")
     apply: str = setting("merged", "How a version is made active: merged, fold or adapter.")
     base: str = setting("", "The local directory of the base; vLLM's model where empty.")
-    poll_interval_s: str = setting("0.5", "Seconds between two looks at the exchange's pointer.")
+    poll_interval_s: str = setting(
+        "", "Seconds between two looks at the exchange's pointer; where empty 0.5, in a bucket 2."
+    )
+    require_signature: str = setting(
+        "", "A key file: versions that this key did not sign are refused; none are asked for where empty."
+    )
     cache_dir: str = setting(
         "", "A host-local directory for staged files, this server's own; a temporary one where empty."
     )
@@ -41,8 +48,13 @@ class ServerSettings:
     )
 
     @property
-    def interval(self) -> float:
-        return float(self.poll_interval_s)
+    def interval(self) -> float | None:
+        """None: as `shared.watch` does it for this kind of exchange."""
+        return float(self.poll_interval_s) if self.poll_interval_s else None
+
+    @property
+    def checking_key(self) -> CheckingKey | None:
+        return load_checking_key(Path(self.require_signature)) if self.require_signature else None
 
     @property
     def deadline(self) -> float:
@@ -72,6 +84,8 @@ class ServerSettings:
             "retry_s": float,
             "max_tries": int,
         }.items():
+            if name == "poll_interval_s" and not self.poll_interval_s:
+                continue
             _require_positive(name, getattr(self, name), kind)
 
     def retry_after(self, tries: int) -> float | None:

@@ -1,4 +1,4 @@
-"""Looks at the exchange at an interval and has the newest good version applied.
+"""Looks at the exchange, each interval and at file events, and has the newest good version applied.
 
 Invariants: the newest version goes first and is never held up by a bad one; a bad one is tried a bounded
 number of times and named in the state; nothing that happens here ends the task. Runs in API process 0.
@@ -12,11 +12,13 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from ..shared.base import BaseIdentity
 from ..shared.errors import ApplyError, ExchangeNotFoundError, WeightferryError
 from ..shared.exchange import Exchange, Version
+from ..shared.watch import INTERVAL_S, MIN_GAP_S, Watch
 from .applier import Applier, Outcome
 from .background import Background
 from .settings import ServerSettings
@@ -38,24 +40,51 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._state, self._applier, self._base = settings, state, applier, base
-        self._background, self._clock = background, clock
+        self._background, self._clock, self._checking_key = background, clock, settings.checking_key
         self._exchange: Exchange | None = None
+        self._watch: Watch | None = None
+        self._wake, self._num_failures = asyncio.Event(), 0
         self._reader = f"{socket.gethostname()}-{os.getpid()}"
 
     async def run(self) -> None:
         """Look for ever."""
         while True:
             await self.look()
-            await asyncio.sleep(self._settings.interval)
+            await self._rest()
+
+    async def _rest(self) -> None:
+        """Until the next look is due, or a file event says that there is something to see."""
+        pause_s = self._settings.interval or INTERVAL_S
+        if self._exchange is not None:
+            try:
+                self._watch = self._watch or await self._background.run(
+                    "starting to watch", self._start_watch(self._exchange)
+                )
+                pause_s = self._watch.pause_s(self._num_failures)
+            except Exception as error:  # only the wake-up is lost: the next look says what is wrong
+                logger.warning("rollout_server: %s", error)
+        await asyncio.sleep(MIN_GAP_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), max(pause_s - MIN_GAP_S, 0))
+        self._wake.clear()
+
+    def _start_watch(self, exchange: Exchange) -> Callable[[], Watch]:
+        loop = asyncio.get_running_loop()
+
+        def notice() -> None:
+            loop.call_soon_threadsafe(self._wake.set)
+
+        return lambda: Watch(exchange, interval_s=self._settings.interval, on_event=notice)
 
     async def look(self) -> None:
         """One look; what goes wrong is said in the state, and tried again at the next."""
         try:
             await self._look()
-            self._state.problem = None
+            self._state.problem, self._num_failures = None, 0
         except ExchangeNotFoundError:
             self._state.problem = None  # the trainer has not made it yet
         except Exception as error:
+            self._num_failures += 1
             if str(error) != self._state.problem:
                 logger.warning("rollout_server: %s", error)
             self._state.problem = str(error)
@@ -77,7 +106,7 @@ class Watcher:
                 return
 
     def _open(self) -> Exchange:
-        exchange = Exchange.open(self._settings.exchange)
+        exchange = Exchange.open(self._settings.exchange, require_signature=self._checking_key)
         exchange.require_base(self._base)
         return exchange
 

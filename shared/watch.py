@@ -20,7 +20,7 @@ from typing import Any
 from .errors import ExchangeError
 from .exchange import LATEST_NAME, Exchange
 
-INTERVAL_S = 1.0
+INTERVAL_S = 0.5
 BUCKET_INTERVAL_S = 2.0  # at most 2,400 GETs an hour and server, with the jitter below
 JITTER = 0.25  # of the interval; always shorter, so that the interval is a bound
 MIN_GAP_S = 0.05
@@ -36,7 +36,9 @@ _LOG = logging.getLogger(__name__)
 class Watch:
     """Waits for versions of one exchange. A context manager, or `close` it.
 
-    `mechanism` says in words how it learns of a new version; it is logged at the start, too.
+    `mechanism` says in words how it learns of a new version; it is logged at the start, too. Either call
+    `wait_for_change`, or look by yourself: then `on_event` is called from another thread whenever a look is
+    worth while, and `pause_s` is how long to rest otherwise.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class Watch:
         exchange: Exchange,
         *,
         interval_s: float | None = None,
+        on_event: Callable[[], None] = lambda: None,
         start_observer: Callable[[Path, Callable[[], None]], Any] | None = None,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._on_event = exchange, on_event
         is_bucket = exchange.store.path is None
         self.interval_s = interval_s or (BUCKET_INTERVAL_S if is_bucket else INTERVAL_S)
         self._start_observer = start_observer or start_inotify
@@ -87,8 +90,7 @@ class Watch:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
-            self._keep_observer_alive()
-            self._wake.wait(min(left_s, self._pause_s()))
+            self._wake.wait(min(left_s, self.pause_s(self._num_failures)))
             self._wake.clear()
         if error is not None and not has_read and not self._closed:
             raise error
@@ -101,8 +103,10 @@ class Watch:
         self._read_at = time.monotonic()
         return self._exchange.newest_number()
 
-    def _pause_s(self) -> float:
-        interval_s = self.interval_s * min(2**self._num_failures, MAX_BACKOFF)
+    def pause_s(self, num_failures: int) -> float:
+        """Seconds until the next look, after so many looks in a row that failed; keeps the observer alive."""
+        self._keep_observer_alive()
+        interval_s = self.interval_s * min(2**num_failures, MAX_BACKOFF)
         return interval_s * (1 - JITTER * random.random())
 
     def _begin(self) -> str:
@@ -120,7 +124,11 @@ class Watch:
 
     def _observe(self, path: Path) -> None:
         self._tried_at = time.monotonic()
-        self._observer = self._start_observer(path, self._wake.set)
+        self._observer = self._start_observer(path, self._notice)
+
+    def _notice(self) -> None:
+        self._wake.set()
+        self._on_event()
 
     def _keep_observer_alive(self) -> None:
         """A dead observer costs latency only; a new one is tried now and then."""

@@ -15,7 +15,7 @@ from weightferry.rollout_server.applier import AdapterApplier, MergedApplier
 from weightferry.rollout_server.background import Background
 from weightferry.rollout_server.engine import Part
 from weightferry.rollout_server.merged_source import FoldSource, ShardSource
-from weightferry.rollout_server.settings import ServerSettings
+from weightferry.rollout_server.settings import ServerSettings, variable
 from weightferry.rollout_server.stager import Stager
 from weightferry.rollout_server.state import ServerState
 from weightferry.rollout_server.watcher import Watcher
@@ -94,7 +94,7 @@ class FakeEngine:
 class World:
     """One base, one exchange (not made yet), one server around a fake engine."""
 
-    def __init__(self, directory: Path, apply: str = "merged") -> None:
+    def __init__(self, directory: Path, apply: str = "merged", **settings: str) -> None:
         self.base_dir, self.exchange_path = make_base(directory / "base"), directory / "exchange"
         self.cache_dir = directory / "cache"
         self.checkpoint = Checkpoint.open(self.base_dir)
@@ -102,7 +102,10 @@ class World:
         self.engine = FakeEngine(tensors={n: self.checkpoint.read_bytes(n) for n in self.checkpoint.slots})
         self.state = ServerState(apply=apply, exchange=str(self.exchange_path))
         self.engine.state = self.state
-        settings = ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": str(self.exchange_path)})
+        given = {variable(name): value for name, value in settings.items()}
+        server_settings = ServerSettings.from_environment(
+            given | {"WEIGHTFERRY_EXCHANGE": str(self.exchange_path)}
+        )
         self.cache_dir.mkdir()
         stager, self.background = Stager(self.cache_dir), Background(deadline_s=60.0)
         self.now_s = 0.0  # by the watcher's clock, which only tests move
@@ -114,7 +117,7 @@ class World:
             else MergedApplier(*parts, sources[apply](stager, self.checkpoint, digests))
         )
         self.watcher = Watcher(
-            settings, self.state, applier, self.background, identity, clock=lambda: self.now_s
+            server_settings, self.state, applier, self.background, identity, clock=lambda: self.now_s
         )
 
     def look(self) -> None:
@@ -124,7 +127,7 @@ class World:
     def publish(self, step: int, **damage: Any) -> int:
         """A version of random changed tensors; `damage` replaces tensors before they are written."""
         exchange = Exchange.open(self.exchange_path, base=self.base_dir)
-        writer = ExchangeWriter.become(exchange, run_id="run-a")
+        writer = ExchangeWriter.become(exchange, run_id="run-a", signing_key=damage.get("signing_key"))
         random = np.random.default_rng(1000 + step)
         publication = writer.begin(step)
         values = {name: random.random((8, 4), dtype=np.float32) for name in CHANGED}

@@ -101,7 +101,7 @@ def test_settings_come_from_the_environment_and_are_checked():
         "MAX_TRIES": "1.5",
         "DEADLINE_S": "inf",
         "RETRY_S": "0",
-        "POLL_INTERVAL_S": "",
+        "POLL_INTERVAL_S": "soon",
     }.items():
         with pytest.raises(ConfigError, match=f"WEIGHTFERRY_{name}='{value}': expected a (whole )?number"):
             ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": "/x", f"WEIGHTFERRY_{name}": value})

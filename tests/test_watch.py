@@ -137,10 +137,9 @@ def test_a_flood_of_events_does_not_make_a_flood_of_reads(exchange, monkeypatch)
 
 def test_the_rate_of_reads_is_bounded_and_jittered(exchange):
     watch = Watch(exchange, interval_s=2, start_observer=Observer)
-    pauses = [watch._pause_s() for _ in range(200)]
+    pauses = [watch.pause_s(0) for _ in range(200)]
     assert 1.5 <= min(pauses) < max(pauses) <= 2
-    watch._num_failures = 10
-    assert max(watch._pause_s() for _ in range(50)) <= 16
+    assert max(watch.pause_s(10) for _ in range(50)) <= 16
 
 
 def test_an_old_pointer_is_no_change(exchange):
