@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import durable
+from .digest import READ_BLOCK_BYTES
 from .errors import ConfigError, IntegrityError
 from .exchange import Version
 from .manifest import MANIFEST_NAME, FileEntry
 
 FILES_AT_ONCE = 4
-COPY_BLOCK_BYTES = 16 << 20
 
 
 def materialize(version: Version, directory: Path, *, sync: bool = True) -> Path:
@@ -67,7 +67,7 @@ def _copy(version: Version, entry: FileEntry, directory: Path, sync: bool) -> No
             version.store.open(entry.path) as source,
             durable.NewFile(target, sha256=signed, sync=sync) as file,
         ):
-            while block := source.read(COPY_BLOCK_BYTES):
+            while block := source.read(READ_BLOCK_BYTES):
                 file.write(block)
     except FileNotFoundError:
         raise IntegrityError(where, "is missing") from None

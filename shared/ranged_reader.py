@@ -12,7 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
-RANGE_BYTES = 8 << 20
+from .digest import READ_BLOCK_BYTES
+
+RANGE_BYTES = READ_BLOCK_BYTES  # a reader that asks for blocks of this size is given them uncopied
 RANGES_AHEAD = 3
 RANGE_DEADLINE_S = 600.0
 
