@@ -46,6 +46,10 @@ class AdapterView:
         if self._adapter not in known_keys:
             known_keys[self._adapter] = _saved_keys(self._view, self._adapter, state)
         self.tensors = {name: state[key] for name, key in sorted(known_keys[self._adapter].items())}
+        if empty := [name for name, tensor in self.tensors.items() if 0 in whole_shape(tensor)]:
+            raise UnsupportedError(
+                f"adapter tensor {empty[0]} has no elements; give the publisher the outermost sharded module"
+            )
 
     def write(
         self, publication: Publication, gathered: dict[int, torch.Tensor], base_name: str
@@ -97,9 +101,5 @@ def _saved_keys(view: PeftModel, adapter: str, state: dict[str, torch.Tensor]) -
         raise UnsupportedError(
             f"PEFT finds no tensor of adapter {adapter!r} in this model; it is wrapped in a way that is not "
             "known here: make the publisher before you wrap it"
-        )
-    if empty := sorted(name for name, tensor in selected.items() if 0 in whole_shape(tensor)):
-        raise UnsupportedError(
-            f"adapter tensor {empty[0]} has no elements; give the publisher the outermost sharded module"
         )
     return {name: keys[id(tensor)] for name, tensor in selected.items()}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import _is_fsdp_flattened
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, _is_fsdp_flattened
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -83,6 +83,13 @@ def whole(tensor: torch.Tensor, place: FlatPlace) -> torch.Tensor:
     return flat.as_strided(place.shape, place.stride)
 
 
+def own_part(whole: torch.Tensor, place: FlatPlace) -> torch.Tensor:
+    """What this rank would hold of a whole tensor at that place, flat."""
+    laid_out = torch.empty_strided(place.shape, place.stride, dtype=whole.dtype, device=whole.device)
+    piece, flat = place.own_piece(), laid_out.copy_(whole).as_strided((whole.numel(),), (1,))
+    return flat[piece.start : piece.stop]
+
+
 def prepare(module: FullyShardedDataParallel) -> None:
     """Give one unit its sharded views back, drop its unsharded copy, and learn where its parameters lie.
 
@@ -97,6 +104,13 @@ def prepare(module: FullyShardedDataParallel) -> None:
     if handle.uses_sharded_strategy:
         for parameter, place in _places(handle):
             _PLACES[parameter] = place
+
+
+def end_aborted_forward(module: FullyShardedDataParallel) -> None:
+    """Let one unit forget a forward that an exception has ended."""
+    module.training_state = TrainingState.IDLE
+    if (handle := module._handle) is not None:
+        handle._training_state = HandleTrainingState.IDLE
 
 
 def why_unreadable(module: FullyShardedDataParallel) -> str:

@@ -80,14 +80,19 @@ def base_state(module: nn.Module, gathered: Gathered) -> dict[str, torch.Tensor]
     return dict(base_of(plain_clone(module, lambda tensor: gathered[id(tensor)])).state_dict())
 
 
-def merged_state(module: nn.Module, gathered: Gathered) -> dict[str, torch.Tensor]:
-    """The same names with the active adapters merged, in float64, before any rounding."""
+def live_base_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The same names, and the model's own tensors, which may be sharded."""
+    return dict(base_of(plain_clone(module, lambda tensor: tensor)).state_dict(keep_vars=True))
 
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
-        whole = gathered[id(tensor)]
-        return whole.to(COMPUTE_DTYPE, copy=True) if whole.is_floating_point() else whole.clone()
 
-    clone = plain_clone(module, widened)
+def merged_state(
+    module: nn.Module, gathered: Gathered, memo: dict[int, Any] | None = None
+) -> dict[str, torch.Tensor]:
+    """The same names with the active adapters merged, in float64, before any rounding.
+
+    `memo` receives the merged clone of each live module, by the live one's id().
+    """
+    clone = float64_clone(module, gathered, memo)
     with torch.no_grad():
         if hasattr(clone, "unload_and_optionally_merge_module"):
             plain = clone.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
@@ -95,6 +100,16 @@ def merged_state(module: nn.Module, gathered: Gathered) -> dict[str, torch.Tenso
             clone.merge(safe_merge=False)
             plain = clone.get_base_layer()
     return dict(plain.state_dict())
+
+
+def float64_clone(module: nn.Module, gathered: Gathered, memo: dict[int, Any] | None = None) -> Any:
+    """A clone onto float64 copies of the whole tensors; what counts or indexes keeps its dtype."""
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        whole = gathered[id(tensor)]
+        return whole.to(COMPUTE_DTYPE, copy=True) if whole.is_floating_point() else whole.clone()
+
+    return plain_clone(module, widened, memo)
 
 
 def plain_clone(module: nn.Module, convert: Convert, memo: dict[int, Any] | None = None) -> Any:

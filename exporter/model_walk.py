@@ -91,6 +91,17 @@ def reshard_all(model: nn.Module) -> None:
             fsdp1.prepare(module)
 
 
+def end_aborted_forwards(model: nn.Module) -> None:
+    """Let FSDP forget a forward that an exception has ended: it would not reshard what it thinks in use."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            if state._is_root and state._state_ctx.iter_forward_root is not None:
+                module.reset_iter_state()  # torch 2.13
+        elif isinstance(module, FullyShardedDataParallel):
+            fsdp1.end_aborted_forward(module)
+
+
 def walk(base: nn.Module) -> list[Unit]:
     """All units of a base model: the blocks of each stack in order, then the outer one."""
     units: dict[str, Unit] = {OUTER: Unit(key=OUTER)}

@@ -21,7 +21,7 @@ from .checkpoint_names import CheckpointNames
 from .collectives import ControlGroup, gather_all
 from .draft import Desk, Draft, seen
 from .model_walk import Unit, base_model, peft_model, reshard_all, walk
-from .refusals import refuse_foreign_base, refuse_unmergeable
+from .refusals import refuse_foreign_base, refuse_merged, refuse_unmergeable, refuse_unreadable
 from .version_plan import Surveyor, UnitPlan
 
 DEADLINE_S = 600.0
@@ -121,7 +121,9 @@ class Publisher:
         model = peft_model(self._root)
         if self._has_merged:
             refuse_unmergeable(model)
-        refuse_foreign_base(self._root, model)
+        refuse_merged(model)
+        refuse_unreadable(self._root)
+        refuse_foreign_base(model)
         return Desk.of(exchange) if self._control.rank == 0 else None
 
     def _take_apart(self) -> tuple[list[Unit], CheckpointNames]:
@@ -154,6 +156,7 @@ class Publisher:
             self._writer = ExchangeWriter.become(self._desk.exchange, run_id=self.run_id, writer_ttl_s=ttl_s)
 
     def _check_structure(self) -> None:
+        refuse_merged(peft_model(self._root))
         reshard_all(self._root)
         if [unit.signature() for unit in walk(base_model(self._root))] != self._signature:
             raise UnsupportedError(

@@ -7,6 +7,7 @@ one module of each kind is merged before the publisher is accepted.
 from __future__ import annotations
 
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -21,8 +22,8 @@ _QUANTIZED_CLASSES = ("GPTQ", "Eetq", "Linear4bit", "Linear8bitLt", "HQQ", "AWQ"
 _OR_ADAPTER = 'train a plain LoRA, or publish the adapter alone (publish="adapter")'
 
 
-def refuse_foreign_base(model: nn.Module, peft: PeftModel) -> None:
-    """Raise UnsupportedError where the base in training cannot be the exchange's, or cannot be gathered."""
+def refuse_unreadable(model: nn.Module) -> None:
+    """Raise UnsupportedError where the model's tensors cannot be had whole, or are not weights."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, FullyShardedDataParallel) and (reason := fsdp1.why_unreadable(module)):
@@ -36,6 +37,20 @@ def refuse_foreign_base(model: nn.Module, peft: PeftModel) -> None:
         raise UnsupportedError(
             f"{foreign[0]} belongs to an FSDP1 unit around this model; give the outermost wrapped module"
         )
+
+
+def refuse_merged(peft: PeftModel) -> None:
+    """Raise UnsupportedError if an adapter is part of its weights now: they would be taken for the base's."""
+    for name, module in peft.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.merged:
+            raise UnsupportedError(
+                f"the adapters of {name} are merged in place; do this after the merged_lora around it has "
+                "ended, or after model.unmerge_adapter()"
+            )
+
+
+def refuse_foreign_base(peft: PeftModel) -> None:
+    """Raise UnsupportedError where the base in training cannot be the exchange's."""
     for name in peft.active_adapters:
         init = str(getattr(peft.peft_config[name], "init_lora_weights", "")).lower()
         if init.startswith(_BASE_CHANGING_INITS):

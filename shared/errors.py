@@ -15,6 +15,7 @@
     │   ├── WriterActiveError      another live writer owns the exchange
     │   └── WriterFencedError      a newer writer has taken over; this one must stop
     ├── PublishError               a publication failed on some rank; nothing appeared
+    ├── MergeError                 adapters could not be merged in place, or a rank failed meanwhile
     └── ApplyError                 a version could not be made active; the old one still answers
 
 A message says what, where, expected and found, and what to do now, in one line where it can.
@@ -110,6 +111,14 @@ class PublishError(WeightferryError):
             f"the version was not published: rank {rank} failed: {cause}. "
             "The model is untouched; publish again."
         )
+
+
+class MergeError(WeightferryError):
+    """merged_lora failed on some rank; every rank raises this, or its own error from inside the context."""
+
+    def __init__(self, rank: int, cause: str, outcome: str) -> None:
+        self.rank, self.cause = rank, cause
+        super().__init__(f"merged_lora: rank {rank} failed: {cause}. {outcome}")
 
 
 class ApplyError(WeightferryError):

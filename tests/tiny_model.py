@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -69,6 +71,13 @@ def make_tiny_moe(directory: Path) -> Path:
     """A Qwen3-MoE of 4 experts, top 2: fused in memory, one tensor an expert and projection on disk."""
     moe = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     return _save(Qwen3MoeForCausalLM, Qwen3MoeConfig(**_sizes(hidden_size=64, **moe)), directory)
+
+
+def make_tiny_gpt_oss(directory: Path) -> Path:
+    """A GPT-OSS of 4 experts, top 2: fused in memory and on disk, with biases and attention sinks."""
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    sizes = _sizes(hidden_size=64, intermediate_size=48, sliding_window=16, **moe)
+    return _save(GptOssForCausalLM, GptOssConfig(**sizes), directory)
 
 
 _SIZES: dict[str, Any] = {

@@ -1,0 +1,100 @@
+"""What tests of merging in place run on ranks: whole states of sharded models, and the reference merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from exporter_ranks import place, shard
+from fsdp1_wraps import layers, leaves
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+IDS = torch.tensor([[3, 14, 15, 9, 26, 5]])
+_BELOW = ("base_layer", "token_adapter")
+State = dict[str, torch.Tensor]
+
+SHARDINGS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda model: model,
+    "DDP": DistributedDataParallel,
+    "FSDP1": layers,
+    "FSDP1 leaves": leaves,
+    "FSDP1 SHARD_GRAD_OP": lambda model: layers(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "FSDP2": lambda model: shard(model, place()[1]),
+}
+
+
+def whole_state(root: nn.Module) -> State:
+    """A copy of every whole tensor, through torch's own distributed state dict, by names without wrappers."""
+    state: Any = get_model_state_dict(root, options=StateDictOptions(full_state_dict=True))
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def weights(state: State) -> State:
+    """What acts as the base's weights, under the base's names."""
+    acting: State = {}
+    for name, tensor in state.items():
+        if "lora_" in name or "trainable_tokens" in name:
+            continue
+        parts = [part for part in name.removeprefix("base_model.model.").split(".") if part not in _BELOW]
+        if "original_module" in parts:
+            parts.remove("original_module")
+            acting.setdefault(".".join(parts), tensor)
+        elif "modules_to_save" in parts:
+            start = parts.index("modules_to_save")
+            acting[".".join(parts[:start] + parts[start + 2 :])] = tensor
+        else:
+            acting[".".join(parts)] = tensor
+    return acting
+
+
+def adapters(state: State) -> State:
+    return {name: tensor for name, tensor in state.items() if "lora_" in name or "modules_to_save" in name}
+
+
+def merged_reference(exact: Any, state: State) -> Any:
+    """PEFT's own merge of a whole model in that state and in float64, rounded once to the state's dtypes."""
+    for tensor in [*exact.parameters(), *exact.buffers()]:
+        tensor.data = tensor.data.double() if tensor.is_floating_point() else tensor.data
+    exact.load_state_dict({name: tensor.double() for name, tensor in state.items()})
+    merged: Any = exact.merge_and_unload()
+    dtypes = {name: tensor.dtype for name, tensor in weights(state).items()}
+    for name, tensor in merged.state_dict(keep_vars=True).items():
+        tensor.data = tensor.data.to(dtypes.get(name, torch.float32))
+    for name, buffer in merged.named_buffers():
+        if name not in dtypes:  # rotary frequencies
+            buffer.data = buffer.data.float()
+    return merged.eval()
+
+
+def logits(root: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return root(input_ids=IDS).logits.clone()
+
+
+def differing(one: State, other: State) -> list[str]:
+    """Names whose tensors have other bytes, dtypes or shapes, or that only one state has."""
+
+    def key(tensor: torch.Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tensor.dtype, tensor.shape, raw
+
+    return sorted(name for name in one.keys() | other.keys() if key(one.get(name)) != key(other.get(name)))
+
+
+def move_adapters(root: nn.Module) -> None:
+    """As a training step would."""
+    with torch.no_grad():
+        for name, parameter in root.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.25)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
