@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from ..shared.base import BaseIdentity
 from ..shared.errors import ApplyError, ExchangeNotFoundError, WeightferryError
 from ..shared.exchange import Exchange, Version
+from ..shared.pointer import require_log_reaches_pointer
 from ..shared.watch import INTERVAL_S, MIN_GAP_S, Watch
 from .applier import Applier, Outcome
 from .background import Background
@@ -96,7 +97,7 @@ class Watcher:
             self._exchange = await self._background.run("opening the exchange", self._open)
         if not await self._has_news(self._exchange) and not self._is_retry_due():
             return
-        versions = await self._background.run("reading the log", self._exchange.versions)
+        versions = await self._background.run("reading the log", self._read_log(self._exchange))
         if versions:
             self._state.newest_version = versions[-1].number
         for version in reversed(versions):
@@ -104,6 +105,13 @@ class Watcher:
                 return
             if self._may_try(version.number) and await self._try(self._exchange, version):
                 return
+
+    def _read_log(self, exchange: Exchange) -> Callable[[], list[Version]]:
+        def read() -> list[Version]:
+            require_log_reaches_pointer(exchange)
+            return exchange.versions()
+
+        return read
 
     def _open(self) -> Exchange:
         exchange = Exchange.open(self._settings.exchange, require_signature=self._checking_key)

@@ -81,6 +81,7 @@ class IntegrityError(ExchangeError):
         action: str = "do not use this version; open another one, or publish a new one",
     ) -> None:
         self.path, self.problem, self.expected, self.found = str(path), problem, expected, found
+        self.action = action
         detail = "" if expected is None and found is None else f": {expected} expected, {found} found"
         self.finding = f"{path}: {problem}{detail}"
         super().__init__(f"{self.finding}; {action}" if action else self.finding)

@@ -159,9 +159,10 @@ class Exchange:
         where = self.store.where(LATEST_NAME)
         value = read_json_object(data, where)
         check_format(value, where)
-        if not isinstance(value.get("number"), int):
+        number = value.get("number")
+        if type(number) is not int or number < 0:
             raise FormatError(f"{where} holds no number; `weightferry verify --repair` mends it")
-        return value["number"]
+        return number
 
     def latest(self) -> Version | None:
         """The newest committed version, or None."""
@@ -237,8 +238,9 @@ def _read_identity(store: Store) -> _Identity:
     try:
         base = BaseIdentity.from_json(value["base"])
         return _Identity(exchange_id=value["exchange_id"], base=base, created=value["created"])
-    except KeyError as error:
-        raise FormatError(f"{where} lacks {error}; restore it, or start a new exchange") from None
+    except (KeyError, FormatError) as error:
+        why = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
+        raise FormatError(f"{where} {why}; restore it, or start a new exchange") from None
 
 
 def _create(store: Store, base: BaseIdentity) -> None:

@@ -8,7 +8,7 @@ writer, and by `weightferry verify --repair`. Follows docs/format.md [5] 6.
 from __future__ import annotations
 
 from .digest import canonical_json
-from .errors import ExchangeError
+from .errors import ExchangeError, IntegrityError
 from .exchange import LATEST_NAME, Exchange
 from .manifest import FORMAT
 
@@ -31,6 +31,28 @@ def mend_pointer(exchange: Exchange) -> bool:
         pass  # it cannot be read: that is mended too
     point_at_newest(exchange)
     return True
+
+
+def require_log_reaches_pointer(exchange: Exchange) -> None:
+    """Raise IntegrityError if `latest.json` names a slot that the log has not got.
+
+    A version is committed before it is pointed at, so entries were lost; who appended now would use numbers
+    again, and sweep versions that the lost entries named.
+    """
+    try:
+        pointer = exchange.newest_number()
+    except ExchangeError:
+        return  # it cannot be read, and so says nothing
+    exchange.log.absorb()
+    if pointer > (last := len(exchange.log.entries)):
+        raise IntegrityError(
+            exchange.store.where(LATEST_NAME),
+            "names a version beyond the last entry of the log",
+            expected=f"{last} at most",
+            found=pointer,
+            action="restore log/ from a copy, or start a new exchange; only if you know that nothing is "
+            f"missing in log/, delete {LATEST_NAME}: the next writer makes it anew",
+        )
 
 
 def newest_in_log(exchange: Exchange) -> int:

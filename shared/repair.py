@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from .exchange import LATEST_NAME, Exchange
-from .pointer import mend_pointer
+from .pointer import mend_pointer, require_log_reaches_pointer
 from .retention import GRACE_S, Pruner, RetentionPolicy
 from .writer import sweep_unfinished
 
@@ -19,6 +19,7 @@ _POLL_S = 0.2
 def repair(exchange: Exchange, *, grace_s: float = GRACE_S) -> list[str]:
     """Mend, and say in a line each what was done. Waits at most the grace, if something has to go."""
     exchange.log.require_dense()
+    require_log_reaches_pointer(exchange)
     done = []
     if mend_pointer(exchange):
         done.append(f"{exchange.store.where(LATEST_NAME)} names {exchange.newest_number()} again")

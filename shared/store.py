@@ -14,6 +14,7 @@ from typing import BinaryIO, Protocol
 
 from . import durable
 from .digest import FileDigest
+from .errors import FormatError
 from .ranged_reader import RangedReader
 
 Buffer = bytes | bytearray | memoryview
@@ -119,7 +120,12 @@ class LocalStore:
         return str(self.path / path)
 
     def read(self, path: str) -> bytes | None:
-        return durable.read_fresh(self.path / path)
+        try:
+            return durable.read_fresh(self.path / path)
+        except IsADirectoryError:
+            raise FormatError(
+                f"{self.where(path)} is a directory where a file belongs; look who made it, and remove it"
+            ) from None
 
     def list(self, directory: str) -> list[str]:
         return durable.list_fresh(self.path / directory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import BinaryIO
 
 from .checkpoint import INDEX_NAME
@@ -17,6 +17,7 @@ from .digest import read_through, xxh3_128
 from .errors import ExchangeError, IntegrityError
 from .exchange import LATEST_NAME, Exchange, Version
 from .manifest import MANIFEST_NAME, Manifest, TensorEntry
+from .pointer import require_log_reaches_pointer
 from .ranged_reader import RangedReader
 from .tensor_files import TensorSlot, TensorSpec, read_open_header
 
@@ -107,6 +108,11 @@ def _check_pointer(exchange: Exchange) -> Iterator[Finding]:
         pointer = exchange.newest_number()
     except ExchangeError as error:
         yield Finding(path=where, problem=str(error), action=_REPAIR)
+        return
+    try:
+        require_log_reaches_pointer(exchange)
+    except IntegrityError as error:
+        yield replace(_finding(error), action=error.action)
         return
     if pointer != newest:
         problem = "does not name the newest version of the log"

@@ -15,12 +15,12 @@ from typing import Any
 from .beat import Beat
 from .commit_log import LOG_NAME
 from .digest import canonical_json
-from .errors import ExchangeError, WriterActiveError
+from .errors import ExchangeError, FormatError, WriterActiveError
 from .exchange import BASE_NAME, VERSIONS_NAME, Exchange
 from .kill_points import reach
 from .lease import READERS_NAME
 from .manifest import FORMAT, MANIFEST_NAME, check_format, read_json_object
-from .pointer import mend_pointer
+from .pointer import mend_pointer, require_log_reaches_pointer
 from .process import is_gone_from_this_host, owner_name, process_identity
 from .publication import Publication
 from .retention import GRACE_S, Pruner, PruneReport, RetentionPolicy
@@ -31,6 +31,11 @@ WRITER_NAME = "writer.json"
 WRITER_TTL_S = 30.0
 _POLL_S = 0.2
 _LOG = logging.getLogger(__name__)
+_WRITER_FIELDS: dict[str, tuple[type, ...]] = {
+    "run_id": (str,), "owner": (str,), "epoch": (int,), "beat": (int,), "ttl_s": (int, float),
+    "closed": (bool,),
+}  # fmt: skip
+_IF_NOBODY_WRITES = "it only tells who is at work here: if no trainer is, delete it, and start again"
 _DIRECTORY = re.compile(r"step\d{8,}-e(\d{4,})-[0-9a-f]+\Z")
 
 
@@ -77,6 +82,7 @@ class ExchangeWriter:
         """
         pruner = Pruner(exchange, RetentionPolicy(keep=keep, keep_every=keep_every), grace_s=grace_s)
         exchange.log.require_dense()
+        require_log_reaches_pointer(exchange)
         _wait_until_writer_is_dead(exchange.store)
         entry = exchange.log.append(kind="epoch", epoch=None, run_id=run_id, owner=owner_name())
         writer = cls(exchange, run_id=run_id, epoch=entry.epoch, ttl_s=writer_ttl_s, pruner=pruner)
@@ -122,12 +128,19 @@ class ExchangeWriter:
 
 
 def _read_writer(store: Store) -> dict[str, Any] | None:
+    """FormatError if it cannot be told whether a writer lives: then a person must say so."""
     data = store.read(WRITER_NAME)
     if data is None:
         return None
     where = store.where(WRITER_NAME)
-    value = read_json_object(data, where)
+    try:
+        value = read_json_object(data, where)
+    except FormatError:
+        raise FormatError(f"{where} is no JSON object; {_IF_NOBODY_WRITES}") from None
     check_format(value, where)
+    for name, kinds in _WRITER_FIELDS.items():
+        if type(value.get(name)) not in kinds:
+            raise FormatError(f"{where} has {name} {value.get(name)!r}; {_IF_NOBODY_WRITES}")
     return value
 
 

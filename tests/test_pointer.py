@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from tiny_exchange import make_base, publish, writing
 
 from weightferry.shared.command import main
-from weightferry.shared.errors import FormatError
+from weightferry.shared.errors import FormatError, IntegrityError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.pointer import mend_pointer
 from weightferry.shared.verify import verify_exchange
+from weightferry.shared.writer import ExchangeWriter
 
 
 @pytest.fixture
@@ -41,7 +43,16 @@ def test_a_writer_that_slept_between_commit_and_pointer_does_not_turn_it_back(ex
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{}", "[1]", '{"format": 1, "number": "x"}', '{"format": 1, "number": 0}']
+    "damage",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"format": 1, "number": "x"}',
+        '{"format": 1, "number": 0}',
+        '{"format": 1, "number": true}',
+        '{"format": 1, "number": -5}',
+    ],
 )
 def test_repair_mends_the_pointer_and_touches_no_version(exchange, capsys, damage):
     with writing(exchange) as writer:
@@ -84,3 +95,57 @@ def test_a_whole_exchange_needs_no_mending(exchange):
     with writing(exchange) as writer:
         publish(writer, 1)
     assert not mend_pointer(exchange)
+
+
+def test_a_pointer_beyond_the_log_stops_every_writer_before_numbers_are_used_twice(exchange, capsys):
+    with writing(exchange) as writer:
+        version = publish(writer, 1)
+    shutil.move(exchange.path / "log", exchange.path.parent / "log-aside")
+    (exchange.path / "log").mkdir()
+    again = Exchange.open(exchange.path, base=exchange.base_dir)
+    with pytest.raises(
+        IntegrityError, match=r"beyond the last entry .* 0 at most expected, 2 found; restore log/"
+    ):
+        ExchangeWriter.become(again, run_id="run-b")
+    assert main(["verify", str(exchange.path)]) == 1
+    assert "restore log/ from a copy" in capsys.readouterr().out
+    assert main(["verify", str(exchange.path), "--repair"]) == 1
+    assert version.path.exists()
+    assert list((exchange.path / "log").iterdir()) == []
+    assert again.newest_number() == 2
+
+    (exchange.path / "log").rmdir()
+    shutil.move(exchange.path.parent / "log-aside", exchange.path / "log")
+    with writing(Exchange.open(exchange.path, base=exchange.base_dir)) as writer:
+        assert publish(writer, 2).number == 4
+
+
+def test_a_directory_in_the_pointers_place_is_named(exchange, capsys):
+    with writing(exchange) as writer:
+        publish(writer, 1)
+    (exchange.path / "latest.json").unlink()
+    (exchange.path / "latest.json").mkdir()
+    assert main(["verify", str(exchange.path)]) == 1
+    assert "latest.json is a directory where a file belongs" in capsys.readouterr().out
+
+
+def test_a_damaged_identity_is_named(exchange):
+    (exchange.path / "exchange.json").write_text('{"format":1,"exchange_id":"3","base":[],"created":"1"}')
+    with pytest.raises(FormatError, match=r"exchange\.json is damaged .* restore it, or start a new"):
+        Exchange.open(exchange.path)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 1}',
+        '{"format": 1, "run_id": "a", "owner": "o", "epoch": 1, "beat": 1, "ttl_s": "x", "closed": false}',
+    ],
+)
+def test_a_damaged_beat_is_for_a_person_to_judge(exchange, words):
+    (exchange.path / "writer.json").write_text(words)
+    with pytest.raises(FormatError, match=r"writer\.json .*if no trainer is, delete it"):
+        ExchangeWriter.become(exchange, run_id="run-a")

@@ -86,3 +86,14 @@ def test_what_is_not_signed_by_the_required_key_is_refused_and_the_signed_one_st
 def test_a_key_that_cannot_be_read_is_said_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"the key .*absent cannot be read"):
         World(tmp_path, require_signature=str(tmp_path / "absent"))
+
+
+def test_a_server_that_finds_its_log_lost_says_so_and_keeps_answering(tmp_path):
+    world = World(tmp_path)
+    world.publish(1)
+    for entry in (world.exchange_path / "log").iterdir():
+        entry.unlink()
+    world.look()
+    world.check_serves(0)
+    assert world.state.problem is not None
+    assert "names a version beyond the last entry of the log" in world.state.problem
