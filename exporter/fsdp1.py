@@ -22,7 +22,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..shared.errors import WeightferryError
+from ..shared.errors import UnsupportedError, WeightferryError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,27 +90,23 @@ def own_part(whole: torch.Tensor, place: FlatPlace) -> torch.Tensor:
     return flat[piece.start : piece.stop]
 
 
-def prepare(module: FullyShardedDataParallel) -> None:
+def reshard(module: FullyShardedDataParallel) -> None:
     """Give one unit its sharded views back, drop its unsharded copy, and learn where its parameters lie.
 
-    The root keeps both after an evaluation. Its next forward would use the copy again, whatever had been
-    written into the views meanwhile.
+    The root keeps both after an evaluation, and its next forward would use the copy again, whatever had been
+    written into the views meanwhile. So does every unit that an exception in a forward has left.
     """
     handle: Any = module._handle
     if handle is None or not handle._use_orig_params:
         return
+    if module.training_state == TrainingState.SUMMON_FULL_PARAMS:
+        raise UnsupportedError("the model is inside FSDP1's summon_full_params; do this outside it")
+    module.training_state, handle._training_state = TrainingState.IDLE, HandleTrainingState.IDLE
     if module._is_root is not None and _is_unsharded(handle):  # None: not used yet, sharded since it was made
         _reshard(module, handle, handle.uses_sharded_strategy)
     if handle.uses_sharded_strategy:
         for parameter, place in _places(handle):
             _PLACES[parameter] = place
-
-
-def end_aborted_forward(module: FullyShardedDataParallel) -> None:
-    """Let one unit forget a forward that an exception has ended."""
-    module.training_state = TrainingState.IDLE
-    if (handle := module._handle) is not None:
-        handle._training_state = HandleTrainingState.IDLE
 
 
 def why_unreadable(module: FullyShardedDataParallel) -> str:

@@ -25,7 +25,7 @@ from ..shared.errors import ConfigError, MergeError, PublishError, UnsupportedEr
 from .collectives import ControlGroup, gather_all
 from .in_place import Mark, base_names, held_part, merge_unit, refuse_tied, unmerge_unit
 from .layer_clone import all_tensors
-from .model_walk import Unit, base_model, end_aborted_forwards, peft_model, reshard_all, walk
+from .model_walk import Unit, base_model, peft_model, reshard_all, walk
 from .refusals import refuse_merged, refuse_unmergeable, refuse_unreadable
 
 RESTORES = ("bytes", "unmerge")
@@ -114,14 +114,14 @@ class InPlaceMerge:
     def leave(self, failure: BaseException | None) -> None:
         """Restore the model, and tell every rank if any failed. `failure`: what this one raised inside."""
         _unguard(self._peft)
-        if failure is not None:
-            end_aborted_forwards(self._root)
         if self._keeps_bytes:  # first of all, and whatever the other ranks do
             error = _caught(self._take_out)
             said = self._met(error or failure)
         else:  # by arithmetic it takes all ranks
             said = self._met(failure)
             error = _caught(self._take_out)
+        if isinstance(error, MergeError):
+            raise error
         if error is not None:
             raise MergeError(self._control.rank, str(error), _IN_DOUBT) from error
         if said is not None and failure is None:
@@ -144,7 +144,7 @@ class InPlaceMerge:
         self._put_back()
         for unit in reversed(self._units):
             if unit.key in self._marks:
-                _together(self._control, lambda unit=unit: self._subtract(unit))
+                _together(self._control, lambda unit=unit: self._subtract(unit), _IN_DOUBT)
         for module, trains in self._trains:
             module.training = trains
         for parameter, requires in self._requires:
@@ -224,12 +224,12 @@ def _refuse_disabling(enabled: bool) -> None:
         _refuse()
 
 
-def _together(control: ControlGroup, act: Callable[[], T]) -> T:
+def _together(control: ControlGroup, act: Callable[[], T], outcome: str = _RESTORED) -> T:
     """`control.together` in this context's words."""
     try:
         return control.together(act)
     except PublishError as error:
-        raise MergeError(error.rank, error.cause, _RESTORED) from error.__cause__
+        raise MergeError(error.rank, error.cause, outcome) from error.__cause__
 
 
 def _caught(act: Callable[[], None]) -> Exception | None:

@@ -83,23 +83,18 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Give every FSDP unit its sharded parameters back; the root stays unsharded after an eval forward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-        elif isinstance(module, FullyShardedDataParallel):
-            fsdp1.prepare(module)
+    """Give every FSDP unit its sharded parameters back; the root stays unsharded after an eval forward.
 
-
-def end_aborted_forwards(model: nn.Module) -> None:
-    """Let FSDP forget a forward that an exception has ended: it would not reshard what it thinks in use."""
+    A forward that an exception has ended is forgotten: FSDP would not reshard what it thinks in use.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             if state._is_root and state._state_ctx.iter_forward_root is not None:
-                module.reset_iter_state()  # torch 2.13
+                module.reset_iter_state()
+            module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
-            fsdp1.end_aborted_forward(module)
+            fsdp1.reshard(module)
 
 
 def walk(base: nn.Module) -> list[Unit]:

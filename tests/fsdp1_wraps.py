@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,20 @@ def used(root: Any, *, trains: bool) -> Any:
     return root
 
 
+def lost(root: Any) -> Any:
+    """After an exception in the middle of a forward: FSDP takes some of its units for still in use."""
+
+    def lose(*_: Any) -> None:
+        raise KeyError("lost")
+
+    stack = next(m for m in base_model(root).modules() if isinstance(m, nn.ModuleList))
+    hook = stack[1].register_forward_pre_hook(lose)
+    with contextlib.suppress(KeyError):
+        root.train()(input_ids=torch.tensor([[3, 4, 5]]))
+    hook.remove()
+    return root
+
+
 STRATEGY = ShardingStrategy
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "layers": layers,
@@ -107,5 +122,9 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
         layers(m, sharding_strategy=STRATEGY.NO_SHARD, mixed_precision=HALF), trains=True
     ),
     "checkpoint wrappers inside": lambda m: layers(m, inner=checkpoint_wrapper),
+    "lost in a forward": lambda m: lost(layers(m, mixed_precision=HALF)),
+    "SHARD_GRAD_OP, lost in a forward": lambda m: lost(
+        layers(m, sharding_strategy=STRATEGY.SHARD_GRAD_OP, mixed_precision=HALF)
+    ),
     "compiled": lambda m: torch.compile(layers(m), backend="eager"),
 }

@@ -8,15 +8,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exporter_ranks import place, shard
-from fsdp1_wraps import layers, leaves
+from fsdp1_wraps import HALF, hybrid, layers, leaves
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+
+from weightferry.exporter.model_walk import base_model
 
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5]])
 _BELOW = ("base_layer", "token_adapter")
 State = dict[str, torch.Tensor]
+
+
+def columns(parameter: nn.Parameter) -> Shard:
+    """By columns, where there is an even number of them: FSDP2 wants that."""
+    return Shard(1 if parameter.dim() == 2 and parameter.shape[1] % 2 == 0 else 0)
+
+
+def fsdp2(
+    model: Any,
+    shape: tuple[int, ...] | None = None,
+    *,
+    inner: Callable[[nn.Module], Any] = lambda layer: layer,
+    **options: Any,
+) -> Any:
+    """A unit a decoder layer, and the root. `shape`: (replicas, ranks that shard one replica)."""
+    shape = shape or (place()[1],)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    stack = base_model(model).model.layers
+    for number, layer in enumerate(stack):
+        stack[number] = inner(layer)
+        fully_shard(stack[number], mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
 
 SHARDINGS: dict[str, Callable[[Any], Any]] = {
     "none": lambda model: model,
@@ -24,7 +52,22 @@ SHARDINGS: dict[str, Callable[[Any], Any]] = {
     "FSDP1": layers,
     "FSDP1 leaves": leaves,
     "FSDP1 SHARD_GRAD_OP": lambda model: layers(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "FSDP1 NO_SHARD": lambda model: layers(model, sharding_strategy=ShardingStrategy.NO_SHARD),
+    "FSDP1 HYBRID_SHARD": lambda model: hybrid(model, (1, place()[1])),
+    "FSDP1 mixed precision": lambda model: layers(model, mixed_precision=HALF),
+    "FSDP1 compiled": lambda model: torch.compile(layers(model), backend="eager"),
+    "FSDP1 checkpoints": lambda model: layers(model, inner=checkpoint_wrapper),
     "FSDP2": lambda model: shard(model, place()[1]),
+    "FSDP2 replicas": lambda model: fsdp2(model, (place()[1], 1)),
+    "FSDP2 columns": lambda model: fsdp2(model, shard_placement_fn=columns),
+    "FSDP2 offloaded": lambda model: fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "FSDP2 mixed precision": lambda model: fsdp2(
+        model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    ),
+    "FSDP2 kept after forward": lambda model: fsdp2(model, reshard_after_forward=False),
+    "FSDP2 compiled": lambda model: fsdp2(model, inner=lambda layer: torch.compile(layer, backend="eager")),
+    "FSDP2 checkpoints": lambda model: fsdp2(model, inner=checkpoint_wrapper),
+    "FSDP2 one unit": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (place()[1],))),
 }
 
 

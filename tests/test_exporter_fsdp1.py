@@ -9,10 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from exporter_ranks import CASES, build, open_exchange, place
-from fsdp1_wraps import WRAPS, hybrid, layers, leaves
+from fsdp1_wraps import WRAPS, hybrid, layers, leaves, lost, unit
+from merged_ranks import SHARDINGS
 from ranks import on_ranks, run_on_ranks
 from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from weightferry.exporter.collectives import gather_all
+from weightferry.exporter.fsdp1 import own_part, place_of, reshard, whole_shape
+from weightferry.exporter.model_walk import walk
 from weightferry.exporter.publisher import Publisher
 from weightferry.shared.errors import UnsupportedError
 
@@ -29,6 +35,7 @@ BY_LAYERS = [
     "biases",
 ]
 BY_LEAVES = ["all-linear", "odd sizes"]
+ROOTS = CASES["head and embedding"]
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +159,78 @@ def test_training_goes_on_as_if_nothing_had_been_published(directory, tmp_path):
                 publish_once(root, directory, "tiny", f"{tmp_path}/exchange")
     assert losses[:3] == losses[3:]
     assert len(set(losses)) == 3
+
+
+def publish_from_one_rank(directory: Path) -> Path:
+    """FSDP1 itself turns to NO_SHARD then."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=0, world_size=1)
+    root = layers(build(CASES["all-linear"], directory, dtype=torch.float32))
+    return publish_once(root, directory, "tiny", "one-rank")
+
+
+def test_one_rank_is_enough(directory, published):
+    (version,) = run_on_ranks(publish_from_one_rank, directory, world_size=1)
+    assert differing_files(published[1]["layers", "all-linear"], version) == []
+
+
+def publish_after_a_lost_forward(directory: Path) -> Path:
+    root = lost(SHARDINGS["FSDP2 mixed precision"](build(ROOTS, directory, dtype=torch.float32)))
+    return publish_once(root, directory, "tiny", "lost-2")
+
+
+def publish_roots(directory: Path) -> Path:
+    return publish_once(build(ROOTS, directory, dtype=torch.float32), directory, "tiny", "lost-1")
+
+
+def test_what_a_lost_forward_left_in_another_dtype_is_not_published(directory):
+    """FSDP2 too: it would not reshard its root, whose factors are in the dtype of the forward."""
+    (single,) = run_on_ranks(publish_roots, directory, world_size=1)
+    assert (
+        differing_files(single, run_on_ranks(publish_after_a_lost_forward, directory, world_size=2)[0]) == []
+    )
+
+
+@on_ranks(2)
+def test_the_units_have_the_same_names_on_every_rank_whatever_each_holds():
+    """The first rank holds all of the smaller stack and little of the larger one, which is to be "layer"."""
+    model = nn.Module()
+    model.encoder = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+    model.decoder = nn.ModuleList([nn.Linear(5, 4, bias=False)])
+    sharded = unit(model)
+    reshard(sharded)
+    held = [model.encoder[0].weight.numel(), model.decoder[0].weight.numel()]
+    assert held == ([16, 2] if dist.get_rank() == 0 else [0, 18])
+    assert [found.key for found in walk(model)] == ["encoder-00000", "layer-00000", "outer"]
+
+
+@on_ranks(2)
+def test_parameters_that_lie_transposed_in_memory_are_put_together_right():
+    """Flat parameters keep the order of memory, not that of indexes."""
+    torch.manual_seed(0)  # the same on both ranks
+    whole = [torch.randn(6, 5).t(), torch.randn(7), torch.randn(4, 3, 2).permute(2, 0, 1)]
+    parameters = [nn.Parameter(tensor.clone()) for tensor in whole]
+    assert not parameters[0].is_contiguous()
+    reshard(unit(nn.ParameterList(parameters)))
+    assert [whole_shape(parameter) for parameter in parameters] == [tensor.shape for tensor in whole]
+    gathered = gather_all(parameters, keep=True)
+    for parameter, tensor in zip(parameters, whole, strict=True):
+        assert torch.equal(gathered[id(parameter)], tensor)
+        place = place_of(parameter)
+        assert place is not None
+        assert torch.equal(own_part(tensor, place), parameter)
+
+
+@on_ranks(2)
+def test_inside_summon_full_params_nothing_is_published(directory, tmp_path):
+    root = layers(build(CASES["all-linear"], directory, dtype=torch.float32))
+    exchange = open_exchange(place()[0], tmp_path / "exchange", directory / "tiny")
+    with Publisher(root, exchange) as publisher:
+        with (
+            FullyShardedDataParallel.summon_full_params(root),
+            pytest.raises(UnsupportedError, match="inside FSDP1's summon_full_params; do this outside it"),
+        ):
+            publisher.publish(1)
+        publisher.publish(2)
 
 
 REFUSED = {

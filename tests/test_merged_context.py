@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from exporter_ranks import CASES, EXPERTS, Case, build, train
+from fsdp1_wraps import hybrid
 from merged_ranks import (
     SHARDINGS,
     State,
     adapters,
     differing,
+    fsdp2,
     logits,
     merged_reference,
     move_adapters,
@@ -178,3 +180,41 @@ def test_unmerging_costs_what_its_description_says(directory):
     share, distance = moved(model, original)
     assert 0.33 < share < 0.43
     assert 4e-3 < distance < 6e-3
+
+
+def merge_sharded(directory: Path) -> None:
+    """Adapters in the layers' units and in the root's; evaluated before, inside and after."""
+    case = Case(base="tiny", lora={"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]})
+    for name, wrap in SHARDINGS.items():
+        root = wrap(build(case, directory, dtype=torch.float32)).eval()
+        before, answers = whole_state(root), logits(root)
+        expected = merged_reference(build(case, directory, dtype=torch.float32), before)
+        for _ in range(2):
+            with merged_lora(root):
+                inside = logits(root)
+                found = whole_state(root)
+            assert torch.equal(logits(root), answers), name
+            assert differing(whole_state(root), before) == [], name
+            assert differing(weights(found), expected.state_dict()) == [], name
+            if "mixed" not in name:
+                assert torch.equal(inside, logits(expected)), name
+
+
+def test_every_sharding_is_merged_right_and_restored(directory):
+    run_on_ranks(merge_sharded, directory, world_size=2)
+
+
+def merge_over_four(directory: Path) -> None:
+    case = CASES["head and embedding"]
+    for wrap in (lambda model: hybrid(model, (2, 2)), lambda model: fsdp2(model, (2, 2))):
+        root = wrap(build(case, directory, dtype=torch.float32)).eval()
+        before = whole_state(root)
+        expected = merged_reference(build(case, directory, dtype=torch.float32), before)
+        with merged_lora(root):
+            assert torch.equal(logits(root), logits(expected))
+            assert differing(weights(whole_state(root)), expected.state_dict()) == []
+        assert differing(whole_state(root), before) == []
+
+
+def test_sharded_replicas_are_merged_alike(directory):
+    run_on_ranks(merge_over_four, directory, world_size=4)

@@ -295,6 +295,20 @@ def test_weights_that_could_not_be_put_back_are_told(directory):
         use(root, "bytes", lambda: None)
 
 
+def test_weights_that_could_not_be_taken_out_are_told_on_every_rank(directory):
+    for said in run_on_ranks(fail_to_unmerge, directory, world_size=2):
+        words = "MemoryError: no room. Its weights may still be merged: load them again"
+        assert said == f"merged_lora: rank 1 failed: {words}"
+
+
+def fail_to_unmerge(directory: Path) -> str:
+    root = make(directory, "FSDP2")
+    broken = mock.patch.object(merged_context, "unmerge_unit", side_effect=MemoryError("no room"))
+    with pytest.raises(MergeError) as caught, broken if rank() == 1 else mock.MagicMock():
+        use(root, "unmerge", lambda: None)
+    return str(caught.value)
+
+
 def test_nothing_of_a_use_stays_in_memory(directory):
     root = make(directory, "none")
     with merged_lora(root):
