@@ -153,17 +153,24 @@ class AdapterApplier:
 
     async def apply(self, version: Version) -> Outcome:
         started = time.monotonic()
+        if version.number in self._kept:  # a way back: what is loaded is not fetched again
+            return await self._switch(version.number, self._kept.pop(version.number), started, 0, 0)
         num_bytes = sum(file.size_bytes for file in adapter_files(version.manifest))
         directory, num_tensors = await self._background.run(
             "staging", lambda: self._stage(version), num_bytes=num_bytes
         )
         self._state.state = "applying"
         handle = await self._add(version, directory)
+        return await self._switch(version.number, handle, started, num_tensors, num_bytes)
+
+    async def _switch(
+        self, number: int, handle: Any, started: float, num_tensors: int, num_bytes: int
+    ) -> Outcome:
         # no await in between: a request that is given this adapter finds its number, and the other way round
-        self._engine.route_to(handle, version.number)
-        self._state.active_version = version.number
+        self._engine.route_to(handle, number)
+        self._state.active_version = number
         switched = time.monotonic()
-        self._kept[version.number] = handle
+        self._kept[number] = handle
         await self._drop_old()
         return Outcome(
             stage_s=switched - started,

@@ -17,6 +17,7 @@ from ..shared.errors import UnsupportedError
 from .applier import AdapterApplier, Applier, MergedApplier
 from .background import Background
 from .cache_dir import take_cache_dir
+from .control import Control
 from .engine import VllmEngine, require_fitting_start, require_tested_version
 from .merged_source import FoldSource, ShardSource
 from .settings import ServerSettings
@@ -39,6 +40,7 @@ class RolloutPlugin:
         _show_log()
         self._settings = ServerSettings.from_environment()
         self._state = ServerState(apply=self._settings.apply, exchange=self._settings.exchange)
+        self._control = Control(self._state, self._settings.control_token)
 
     def attach_router(self, app: Any) -> None:
         self._app = app
@@ -48,6 +50,7 @@ class RolloutPlugin:
             return self._state.to_json()
 
         app.add_api_route(STATUS_PATH, status, methods=["GET"])
+        self._control.attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start watching. The first look ends before the server listens, so that it starts on the newest."""
@@ -65,6 +68,7 @@ class RolloutPlugin:
         background = Background(self._settings.deadline)
         applier = self._applier(engine, background, base, digests)
         watcher = Watcher(self._settings, self._state, applier, background, identity)
+        self._control.steer(watcher)
         await watcher.look()
         self._task = asyncio.create_task(watcher.run())
 

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-signature", default="", metavar="KEY_FILE", help="refuse what this key did not sign"
     )
+    parser.add_argument(
+        "--token-file", default="", help="the token of the control routes (rollback, ...), else closed"
+    )
     parser.add_argument("--cache-dir", default="", help="host-local directory for staged files")
 
 
@@ -45,12 +48,13 @@ def run(args: argparse.Namespace) -> int:
         "base": args.model,
         "poll_interval_s": args.poll_interval_s,
         "require_signature": args.require_signature,
+        "token_file": args.token_file,
         "cache_dir": args.cache_dir,
     }
     settings = ServerSettings.from_environment(
-        os.environ | {variable(name): value for name, value in flags.items()}
+        os.environ | {variable(name): value for name, value in flags.items() if value}
     )
-    _ = settings.checking_key  # a key that cannot be read is said now
+    _ = settings.checking_key, settings.control_token  # what cannot be read is said now
     _check_base(args.model, args.exchange)
     _check_port(args.host, args.port)
     _check_cache(settings.cache_dir)

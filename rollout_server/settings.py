@@ -19,10 +19,10 @@ PREFIX = "WEIGHTFERRY_"
 APPLY_MODES = ("merged", "fold", "adapter")
 
 
-def setting(default: str | None, sentence: str) -> str:
-    """A field with its sentence; a default of None makes it required."""
+def setting(default: str | None, sentence: str, *, is_secret: bool = False) -> str:
+    """A field with its sentence; a default of None makes it required, and a secret is never printed."""
     metadata = {"sentence": sentence, "default": default}
-    return field(metadata=metadata)  # type: ignore[return-value]
+    return field(metadata=metadata, repr=not is_secret)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,10 @@ class ServerSettings:
     require_signature: str = setting(
         "", "A key file: versions that this key did not sign are refused; none are asked for where empty."
     )
+    token_file: str = setting(
+        "", "A file with the token that opens the control routes; without a token they stay closed."
+    )
+    token: str = setting("", "The token itself, in place of a file.", is_secret=True)
     cache_dir: str = setting(
         "", "A host-local directory for staged files, this server's own; a temporary one where empty."
     )
@@ -55,6 +59,21 @@ class ServerSettings:
     @property
     def checking_key(self) -> CheckingKey | None:
         return load_checking_key(Path(self.require_signature)) if self.require_signature else None
+
+    @property
+    def control_token(self) -> str | None:
+        """What opens the control routes; None keeps them closed. ConfigError if it cannot be read."""
+        if self.token and self.token_file:
+            raise ConfigError(f"{variable('token')} and {variable('token_file')} are both set: keep one")
+        if not self.token_file:
+            return self.token or None
+        try:
+            token = Path(self.token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the token file {self.token_file} cannot be read: {error}") from None
+        if not token:
+            raise ConfigError(f"the token file {self.token_file} is empty: write a token into it")
+        return token
 
     @property
     def deadline(self) -> float:

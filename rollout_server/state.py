@@ -54,6 +54,8 @@ class ServerState:
     active_step: int | None = None
     run_id: str | None = None
     newest_version: int = 0
+    pinned_version: int | None = None
+    are_updates_paused: bool = False
     why: str = "no version has been published yet: the base answers"
     problem: str | None = None
     base: dict[str, Any] | None = None
@@ -66,6 +68,11 @@ class ServerState:
     @property
     def unhealthy_reason(self) -> str:
         return self.why if self.state == "unhealthy" else ""
+
+    @property
+    def follows_newest(self) -> bool:
+        is_held = self.pinned_version is not None or self.are_updates_paused
+        return not is_held and self.state != "unhealthy"
 
     def give_up(self, why: str) -> None:
         """Become unhealthy: from here on nothing answers, requests in flight included."""
@@ -88,6 +95,8 @@ class ServerState:
             "active_step": self.active_step,
             "run_id": self.run_id,
             "newest_version": self.newest_version,
+            "pinned_version": self.pinned_version,
+            "are_updates_paused": self.are_updates_paused,
             "apply": self.apply,
             "exchange": self.exchange,
             "why": self.why,

@@ -1,7 +1,8 @@
 """Looks at the exchange, each interval and at file events, and has the newest good version applied.
 
 Invariants: the newest version goes first and is never held up by a bad one; a bad one is tried a bounded
-number of times and named in the state; nothing that happens here ends the task. Runs in API process 0.
+number of times and named in the state; while the operator holds updates nothing is applied but what he asks
+for; one apply at a time; nothing that happens here ends the task. Runs in API process 0.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Watcher:
         self._exchange: Exchange | None = None
         self._watch: Watch | None = None
         self._wake, self._num_failures = asyncio.Event(), 0
+        self._turn = asyncio.Lock()  # held by whoever applies: a look, or the operator's rollback
+        self._numbers: list[int] = []  # what the log retained at the last look
         self._reader = f"{socket.gethostname()}-{os.getpid()}"
 
     async def run(self) -> None:
@@ -79,6 +82,59 @@ class Watcher:
 
     async def look(self) -> None:
         """One look; what goes wrong is said in the state, and tried again at the next."""
+        async with self._turn:
+            await self._look_and_say()
+
+    async def roll_back(self, number: int) -> None:
+        """Make this version active and stay there until `unpin`, whatever is published meanwhile.
+
+        VersionNotFoundError if the exchange has none such any more, ApplyError if it is refused; both leave
+        what is active, and what was pinned, as it is.
+        """
+        async with self._turn:
+            if number != self._state.active_version:
+                await self._apply_asked(number)
+                self._state.why = f"the operator rolled back to version {number}"
+            self._state.pinned_version = number
+
+    async def pin(self) -> None:
+        """Stay at the active version until `unpin`."""
+        async with self._turn:
+            self._state.pinned_version = self._state.active_version
+
+    def unpin(self) -> None:
+        """Follow the newest version again."""
+        self._state.pinned_version = None
+        self._wake.set()
+
+    async def pause_updates(self) -> None:
+        """Apply nothing until `resume_updates`; an apply under way has ended when this returns."""
+        self._state.are_updates_paused = True
+        async with self._turn:
+            pass
+
+    def resume_updates(self) -> None:
+        self._state.are_updates_paused = False
+        self._wake.set()
+
+    async def list_versions(self) -> list[Version]:
+        """What the exchange retains at this moment, oldest first; none before there is an exchange."""
+        if self._exchange is None:
+            return []
+        return await self._background.run("reading the log", self._exchange.versions)
+
+    async def _apply_asked(self, number: int) -> None:
+        refusal = self._state.refused.get(number)
+        if refusal is not None and refusal.retry_at is None:
+            raise ApplyError(f"version {number} is refused for good: {refusal.reason}")
+        if self._exchange is None:
+            self._exchange = await self._background.run("opening the exchange", self._open)
+        exchange = self._exchange
+        version = await self._background.run("reading the log", lambda: exchange.version(number))
+        if not await self._try(exchange, version):
+            raise ApplyError(f"version {number} was not applied: {self._state.refused[number].reason}")
+
+    async def _look_and_say(self) -> None:
         try:
             await self._look()
             self._state.problem, self._num_failures = None, 0
@@ -95,13 +151,14 @@ class Watcher:
     async def _look(self) -> None:
         if self._exchange is None:
             self._exchange = await self._background.run("opening the exchange", self._open)
-        if not await self._has_news(self._exchange) and not self._is_retry_due():
+        if not await self._has_news(self._exchange) and not self._has_work():
             return
         versions = await self._background.run("reading the log", self._read_log(self._exchange))
+        self._numbers = [version.number for version in versions]
         if versions:
             self._state.newest_version = versions[-1].number
         for version in reversed(versions):
-            if version.number <= self._state.active_version or self._state.state == "unhealthy":
+            if version.number <= self._state.active_version or not self._state.follows_newest:
                 return
             if self._may_try(version.number) and await self._try(self._exchange, version):
                 return
@@ -127,10 +184,10 @@ class Watcher:
             )
         return pointer > self._state.newest_version
 
-    def _is_retry_due(self) -> bool:
-        return any(
-            refusal.number > self._state.active_version and self._may_try(refusal.number)
-            for refusal in self._state.refused.values()
+    def _has_work(self) -> bool:
+        """A retry is due, or what was published while updates were held."""
+        return self._state.follows_newest and any(
+            number > self._state.active_version and self._may_try(number) for number in self._numbers
         )
 
     def _may_try(self, number: int) -> bool:

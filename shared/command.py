@@ -41,6 +41,30 @@ COMMANDS = {
     "serve": SubCommand(
         help="serve the newest version with vLLM", module="..rollout_server.serve", passes_flags_on=True
     ),
+    "status": SubCommand(
+        help="say what a server serves, and why", module="..rollout_server.remote", suffix="status"
+    ),
+    "watch": SubCommand(
+        help="print a line whenever a server's status changes",
+        module="..rollout_server.remote",
+        suffix="watch",
+    ),
+    "rollback": SubCommand(
+        help="have a server serve a version, and stay there",
+        module="..rollout_server.remote",
+        suffix="rollback",
+    ),
+    "follow": SubCommand(
+        help="have a server follow the newest version again",
+        module="..rollout_server.remote",
+        suffix="follow",
+    ),
+    "pause-updates": SubCommand(
+        help="have a server apply nothing for a while", module="..rollout_server.remote", suffix="pause"
+    ),
+    "resume-updates": SubCommand(
+        help="take pause-updates back", module="..rollout_server.remote", suffix="resume"
+    ),
     "demo": SubCommand(help="see the whole path run on this machine", module="..examples.demo"),
 }
 

@@ -44,6 +44,7 @@ class FakeEngine:
 
     async def pause(self) -> None:
         self.events.append("pause")
+        await asyncio.sleep(0)  # as with a real engine, other tasks run meanwhile
 
     async def resume(self) -> None:
         self.events.append("resume")
@@ -108,6 +109,7 @@ class World:
         )
         self.cache_dir.mkdir()
         stager, self.background = Stager(self.cache_dir), Background(deadline_s=60.0)
+        self.published: list[int] = []
         self.now_s = 0.0  # by the watcher's clock, which only tests move
         parts = (self.engine, stager, self.state, self.background, self.checkpoint)
         sources = {"merged": ShardSource, "fold": FoldSource}
@@ -140,6 +142,7 @@ class World:
         publication.tensors[:] = map(damage.get("enter", lambda entry: entry), publication.tensors)
         version = publication.commit(ManifestFields(published="merged", world_size=1))
         writer.close()
+        self.published.append(version.number)
         return version.number
 
     def weights_of(self, number: int) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -125,3 +126,20 @@ def test_a_merged_version_is_refused_with_the_way_out(world):
     number = world.publish(1)
     world.look()
     assert "or serve with --apply merged" in world.state.refused[number].reason
+
+
+def test_a_way_back_to_an_adapter_that_is_still_loaded_fetches_and_loads_nothing(world):
+    first = publish(world, 1.0)
+    world.look()
+    publish(world, 2.0)
+    world.look()
+    world.engine.events.clear()
+    asyncio.run(world.watcher.roll_back(first))
+    assert world.engine.events == [f"route {first}"]
+    assert first in loaded(world)
+    assert (world.state.active_version, world.state.pinned_version) == (first, first)
+    world.watcher.unpin()
+    for _ in range(3):  # it counts as used last from here on
+        publish(world)
+    world.look()
+    assert first in loaded(world)
