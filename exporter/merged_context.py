@@ -142,6 +142,8 @@ class InPlaceMerge:
     def _take_out(self) -> None:
         reshard_all(self._root)
         self._put_back()
+        if self._marks:  # a rank that died would be waited for inside a collective of the training's own
+            _together(self._control, lambda: None, _IN_DOUBT)
         for unit in reversed(self._units):
             if unit.key in self._marks:
                 _together(self._control, lambda unit=unit: self._subtract(unit), _IN_DOUBT)

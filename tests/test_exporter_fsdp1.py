@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from exporter_ranks import CASES, build, open_exchange, place
 from fsdp1_wraps import WRAPS, hybrid, layers, leaves, lost, unit
-from merged_ranks import SHARDINGS
+from merged_ranks import SHARDINGS, logits
 from ranks import on_ranks, run_on_ranks
 from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
 from torch import nn
@@ -18,6 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from weightferry.exporter.collectives import gather_all
 from weightferry.exporter.fsdp1 import own_part, place_of, reshard, whole_shape
+from weightferry.exporter.in_place import held_part
+from weightferry.exporter.merged_context import merged_lora
 from weightferry.exporter.model_walk import walk
 from weightferry.exporter.publisher import Publisher
 from weightferry.shared.errors import UnsupportedError
@@ -125,22 +129,40 @@ def test_two_sharded_replicas_give_the_same_version(directory, published):
         assert differing_files(published[1]["layers", "odd sizes"], version) == []
 
 
+def accumulate(root: Any, between: Callable[[Any], Any]) -> list[torch.Tensor]:
+    """The gradients of two micro batches, of which only the second one is reduced over the ranks."""
+    batches = (torch.tensor([[3 + dist.get_rank(), 4]]), torch.tensor([[9, 5 + dist.get_rank()]]))
+    is_fsdp1 = isinstance(root, FullyShardedDataParallel)
+    if not is_fsdp1:
+        root.set_requires_gradient_sync(False)
+    with root.no_sync() if is_fsdp1 else contextlib.nullcontext():
+        root(input_ids=batches[0]).logits.square().mean().backward()
+    between(root)
+    if not is_fsdp1:
+        root.set_requires_gradient_sync(True)
+    root(input_ids=batches[1]).logits.square().mean().backward()
+    grads = (p.grad for p in root.parameters() if p.grad is not None)
+    return [held_part(grad).clone() for grad in grads]
+
+
+@pytest.mark.parametrize("sharding", ["FSDP1", "FSDP1 leaves", "FSDP1 SHARD_GRAD_OP", "FSDP2"])
 @on_ranks(2)
-def test_a_publish_in_the_middle_of_accumulated_gradients_changes_none(directory, tmp_path):
-    grads = []
-    for publishes in (False, True):
-        root = layers(build(CASES["all-linear"], directory, dtype=torch.float32))
-        batches = (torch.tensor([[3 + dist.get_rank(), 4]]), torch.tensor([[9, 5 + dist.get_rank()]]))
-        with root.no_sync():
-            root(input_ids=batches[0]).logits.square().mean().backward()
-        if publishes:
-            publish_once(root, directory, "tiny", f"{tmp_path}/exchange")
-        root(input_ids=batches[1]).logits.square().mean().backward()
-        grads.append([None if p.grad is None else p.grad.clone() for p in root.parameters()])
-    assert any(grad is not None and grad.abs().sum() > 0 for grad in grads[0])
-    for one, other in zip(*grads, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+def test_in_the_middle_of_accumulated_gradients_nothing_is_lost(directory, tmp_path, sharding):
+    def publish(root: Any) -> None:
+        publish_once(root, directory, "tiny", f"{tmp_path}/exchange")
+
+    def merge(root: Any) -> None:
+        with merged_lora(root):
+            logits(root)
+
+    wanted, *found = (
+        accumulate(SHARDINGS[sharding](build(CASES["all-linear"], directory, dtype=torch.float32)), between)
+        for between in (lambda _: None, publish, merge)
+    )
+    assert any(grad.abs().sum() > 0 for grad in wanted)
+    for grads in found:
+        for one, two in zip(wanted, grads, strict=True):
+            assert torch.equal(one, two)
 
 
 @on_ranks(2)
@@ -193,12 +215,12 @@ def test_what_a_lost_forward_left_in_another_dtype_is_not_published(directory):
 @on_ranks(2)
 def test_the_units_have_the_same_names_on_every_rank_whatever_each_holds():
     """The first rank holds all of the smaller stack and little of the larger one, which is to be "layer"."""
-    model = nn.Module()
-    model.encoder = nn.ModuleList([nn.Linear(4, 4, bias=False)])
-    model.decoder = nn.ModuleList([nn.Linear(5, 4, bias=False)])
-    sharded = unit(model)
-    reshard(sharded)
-    held = [model.encoder[0].weight.numel(), model.decoder[0].weight.numel()]
+    stacks = {
+        name: nn.ModuleList([nn.Linear(n, 4, bias=False)]) for name, n in (("encoder", 4), ("decoder", 5))
+    }
+    model = nn.ModuleDict(stacks)
+    reshard(unit(model))
+    held = [parameter.numel() for parameter in model.parameters()]
     assert held == ([16, 2] if dist.get_rank() == 0 else [0, 18])
     assert [found.key for found in walk(model)] == ["encoder-00000", "layer-00000", "outer"]
 

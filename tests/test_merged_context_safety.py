@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,6 +310,38 @@ def fail_to_unmerge(directory: Path) -> str:
     with pytest.raises(MergeError) as caught, broken if rank() == 1 else mock.MagicMock():
         use(root, "unmerge", lambda: None)
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("restore", "outcome"),
+    [("bytes", "is as it was before"), ("unmerge", "may still be merged: load them again")],
+)
+def test_a_rank_that_dies_inside_is_named_and_not_waited_for(directory, restore, outcome):
+    (said, seconds), _ = run_on_ranks(die_inside, directory, restore, world_size=2, may_die=[1])
+    assert said.startswith("merged_lora: rank 1 failed: it died, or hangs: it said nothing")
+    assert said.endswith(outcome)
+    assert seconds < 20
+
+
+def die_inside(directory: Path, restore: str) -> tuple[str, float]:
+    root = make(directory, "FSDP2")
+    gathers = mock.Mock(side_effect=merged_context.gather_all)
+
+    def die() -> None:
+        gathers.reset_mock()
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    start = time.monotonic()
+    with (
+        mock.patch("weightferry.exporter.collectives.SETTLE_S", 3.0),
+        mock.patch.object(merged_context, "gather_all", gathers),
+        pytest.raises(MergeError) as caught,
+    ):
+        use(root, restore, die)
+    assert gathers.call_count == 0  # over NCCL it would wait for the dead
+    assert any(getattr(module, "merged", False) for module in root.modules()) == (restore == "unmerge")
+    return str(caught.value), time.monotonic() - start
 
 
 def test_nothing_of_a_use_stays_in_memory(directory):
