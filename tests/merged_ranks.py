@@ -48,6 +48,7 @@ def fsdp2(
 
 SHARDINGS: dict[str, Callable[[Any], Any]] = {
     "none": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
     "DDP": DistributedDataParallel,
     "FSDP1": layers,
     "FSDP1 leaves": leaves,

@@ -245,3 +245,24 @@ def test_case_11_any_number_of_ranks_and_any_wrapping_give_the_same_bytes(direct
             assert {file.relative_to(path) for file in path.rglob("*.safetensors")} == files
             for file in files:
                 assert (path / file).read_bytes() == (single / file).read_bytes(), (name, world_size, file)
+
+
+def publish_shardings(directory: Path) -> dict[str, Path]:
+    world_size, published = place()[1], {}
+    case = Case(base="tiny", lora={"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]})
+    for name, wrap in SHARDINGS.items():
+        if name == "none" or world_size > 1:
+            root = wrap(build(case, directory, dtype=torch.float32)).eval()
+            with torch.no_grad():
+                root(input_ids=IDS)
+            published[name] = publish(root, directory / f"{world_size}-{name}", directory / "tiny")
+    return published
+
+
+def test_case_11_no_kind_of_sharding_shows_in_a_version_even_after_an_evaluation(directory):
+    single = run_on_ranks(publish_shardings, directory, world_size=1)[0]["none"]
+    files = {path.relative_to(single) for path in single.rglob("*.safetensors")}
+    for name, path in run_on_ranks(publish_shardings, directory, world_size=2)[0].items():
+        assert {file.relative_to(path) for file in path.rglob("*.safetensors")} == files
+        for file in files:
+            assert (path / file).read_bytes() == (single / file).read_bytes(), (name, file)
