@@ -64,7 +64,7 @@ def _start(name: str, folder: Path) -> tuple[subprocess.Popen, str]:
     for attempt in range(NUM_STARTS):
         place = folder / f"start-{attempt}"
         place.mkdir()
-        ports = _free_ports(6)
+        ports = free_ports(6)
         command = _seaweedfs(place, ports) if name == "seaweedfs" else _moto(ports[0])
         endpoint, log_path = f"http://127.0.0.1:{ports[0]}", place / "server.log"
         with log_path.open("wb") as log:
@@ -83,7 +83,7 @@ def _end(process: subprocess.Popen) -> None:
     process.wait(20)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Different ports that nobody listens on, nor on the ports 10,000 above them."""
     free: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
