@@ -3,9 +3,9 @@
 With `use_orig_params=True` a live parameter is a flat view of what this rank holds of it, often of nothing;
 where the rest lies follows from the flat parameter's metadata. Invariants: only the live views are read, so
 values have the storage dtype, never mixed precision's; every rank of a group does the same broadcasts for the
-same tensor, and nothing raises before the last of them. `summon_full_params` would not do: it unshards whole
-units, needs the root initialised first, and an error inside it leaves FSDP unusable. Follows torch 2.13,
-fsdp/_flat_param.py and _runtime_utils.py. Called by `collectives` and by whoever asks for a tensor's shape.
+same tensor, and nothing raises before the last of them; no unit is unsharded for it, as `summon_full_params`
+would (docs/decisions/006-fsdp1-pieces.md). Follows torch 2.13, fsdp/_flat_param.py and _runtime_utils.py.
+Called by `collectives` and by whoever asks for a tensor's shape.
 """
 
 from __future__ import annotations
