@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-READ_BLOCK_BYTES = 8 << 20
+READ_BLOCK_BYTES = 4 << 20
 
 
 def xxh3_128(data: bytes | bytearray | memoryview) -> str:
