@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from exporter_ranks import CASES, build, open_exchange, place
+from exporter_ranks import CASES, Case, build, open_exchange, place
 from fsdp1_wraps import WRAPS, hybrid, layers, leaves, lost, unit
 from merged_ranks import SHARDINGS, logits
 from ranks import on_ranks, run_on_ranks
@@ -18,6 +20,7 @@ from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from weightferry.exporter import fsdp1
 from weightferry.exporter.collectives import gather_all
 from weightferry.exporter.fsdp1 import own_part, place_of, reshard, whole_shape
 from weightferry.exporter.in_place import held_part
@@ -49,6 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(path / "tied", tied=True)
     make_odd_model(path / "odd")
     make_tiny_moe(path / "moe")
+    make_tiny_model(path / "deep", num_layers=6)
     return path
 
 
@@ -210,6 +214,41 @@ def test_what_a_lost_forward_left_in_another_dtype_is_not_published(directory):
     assert (
         differing_files(single, run_on_ranks(publish_after_a_lost_forward, directory, world_size=2)[0]) == []
     )
+
+
+class Meter:
+    """Counts the bytes of whole tensors that are alive: a tensor keeps the array that it was made of."""
+
+    def __init__(self, real: Callable[..., torch.Tensor]) -> None:
+        self._real, self.alive, self.peak, self.total = real, 0, 0, 0
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        array = self._real(*arguments).numpy().copy()
+        weakref.finalize(array, self._add, -array.nbytes)
+        self._add(array.nbytes)
+        self.peak, self.total = max(self.peak, self.alive), self.total + array.nbytes
+        return torch.from_numpy(array)
+
+    def _add(self, num_bytes: int) -> None:
+        self.alive += num_bytes
+
+
+@pytest.mark.parametrize("wrap", [layers, leaves, unit])
+@on_ranks(2)
+def test_the_whole_tensors_of_two_layers_live_at_a_time_at_most(directory, tmp_path, wrap):
+    """Whatever the units are: also if the whole model is one."""
+    root = wrap(
+        build(Case(base="deep", lora={"target_modules": "all-linear"}), directory, dtype=torch.float32)
+    )
+    meter = Meter(fsdp1.whole)
+    with mock.patch.object(fsdp1, "whole", meter):
+        publish_once(root, directory, "deep", f"{tmp_path}/exchange")
+        with merged_lora(root):
+            assert meter.alive == 0
+    attention, mlp = 2 * 128 * 128 + 2 * 64 * 128, 3 * 128 * 256
+    factors = 4 * (3 * 256 + 2 * (128 + 64) + 128 + 3 * (128 + 256))
+    assert meter.peak < 2.1 * 4 * (attention + mlp + factors)
+    assert meter.total > 6 * meter.peak  # six layers, looked at, merged, and merged in place
 
 
 @on_ranks(2)

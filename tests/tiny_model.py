@@ -34,15 +34,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tiny_model(
-    directory: Path, *, seed: int = 0, tied: bool = False, dtype: torch.dtype = torch.bfloat16
+    directory: Path,
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    num_layers: int = 2,
 ) -> Path:
-    """A two-layer Qwen2 (hidden 128, head size 32, the least that vLLM's CPU attention takes)."""
+    """A small Qwen2 (hidden 128, head size 32, the least that vLLM's CPU attention takes)."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(CHARACTERS) + 2,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=1024,
