@@ -7,6 +7,8 @@ on every rank or on none. Rank 0 writes. Called by the trainer and by people's o
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import nn
 from ..shared.errors import ConfigError, UnsupportedError
 from ..shared.exchange import Exchange, Version
 from ..shared.manifest import PUBLISHED_KINDS
+from ..shared.retention import GRACE_S
+from ..shared.signing import SigningKey
 from ..shared.writer import WRITER_TTL_S, ExchangeWriter
 from .adapter_directory import AdapterView
 from .checkpoint_names import CheckpointNames
@@ -44,8 +48,9 @@ class Publisher:
     `model`: unsharded, DDP, FSDP2 or FSDP1 (PEFT first, then the outermost unit); it stays as it is, bit for
     bit. FSDP1 wants `use_orig_params=True`.
     `exchange`: on rank 0 opened with `base=DIRECTORY`; other ranks may pass theirs or None. `publish`:
-    "merged", "adapter" or "both". `deadline_s`: how long ranks wait for each other. Constructor, `publish`
-    and `close` are collective.
+    "merged", "adapter" or "both". `deadline_s`: how long ranks wait for each other. `keep` (newest versions),
+    `keep_every` (steps), `grace_s` and `signing_key` are `ExchangeWriter.become`'s and count on rank 0; by
+    default nothing is deleted and nothing signed. Constructor, `publish` and `close` are collective.
 
     Raises, on every rank alike: ConfigError, UnsupportedError, BaseMismatchError, or PublishError for the
     rest (another live writer, for one).
@@ -60,6 +65,10 @@ class Publisher:
         run_id: str | None = None,
         writer_ttl_s: float = WRITER_TTL_S,
         deadline_s: float = DEADLINE_S,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        grace_s: float = GRACE_S,
+        signing_key: SigningKey | None = None,
     ) -> None:
         self._root, self._published = model, publish
         self._has_merged, self._has_adapter = publish != "adapter", publish != "merged"
@@ -72,7 +81,16 @@ class Publisher:
             self._units, self._names = self._control.together(self._take_apart)
             self._signature = [unit.signature() for unit in self._units]
             self._plans = self._survey()
-            self._control.together(lambda: self._become_writer(writer_ttl_s))
+            become = partial(
+                ExchangeWriter.become,
+                run_id=self.run_id,
+                writer_ttl_s=writer_ttl_s,
+                keep=keep,
+                keep_every=keep_every,
+                grace_s=grace_s,
+                signing_key=signing_key,
+            )
+            self._control.together(lambda: self._become_writer(become))
         except BaseException:
             self.close()
             raise
@@ -151,9 +169,9 @@ class Publisher:
             lambda: surveyor.plan() if surveyor else [UnitPlan(unit=unit) for unit in self._units]
         )
 
-    def _become_writer(self, ttl_s: float) -> None:
+    def _become_writer(self, become: Callable[[Exchange], ExchangeWriter]) -> None:
         if self._desk is not None:
-            self._writer = ExchangeWriter.become(self._desk.exchange, run_id=self.run_id, writer_ttl_s=ttl_s)
+            self._writer = become(self._desk.exchange)
 
     def _check_structure(self) -> None:
         refuse_merged(peft_model(self._root))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weightferry.shared.checkpoint import Checkpoint
 from weightferry.shared.exchange import Exchange
+from weightferry.shared.signing import load_checking_key
 from weightferry.shared.verify import verify_exchange
 from weightferry.trainer.batches import Batches
 from weightferry.trainer.dataset import load_examples
@@ -83,7 +84,10 @@ def test_the_metrics_tell_every_step_and_every_publication(finished: TrainerJob)
 
 def test_the_settings_are_written_beside_the_metrics(finished: TrainerJob):
     settings = json.loads((finished.directory / "output" / "settings.json").read_text())
-    assert settings["publish"] == {"every": 5, "what": "both", "at_start": True, "deadline_s": 600.0}
+    assert settings["publish"] == {
+        "every": 5, "what": "both", "at_start": True, "deadline_s": 600.0,
+        "keep": None, "keep_every": None, "signing_key": None,
+    }  # fmt: skip
     assert settings["lora"]["r"] == 8
 
 
@@ -97,6 +101,35 @@ def test_every_version_loads_as_a_checkpoint_and_only_the_first_is_the_base(fini
         assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         same = [torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items()]
         assert all(same) == (version.step == 0)
+
+
+def test_old_versions_go_and_the_others_are_signed_where_the_settings_say_so(job: TrainerJob, tmp_path: Path):
+    key_file = tmp_path / "key"
+    key_file.write_bytes(bytes(range(65, 105)))
+    done = job.run(
+        "publish.keep=1", "publish.keep_every=10", f"publish.signing_key={json.dumps(str(key_file))}"
+    )
+    assert done.returncode == 0, done.stderr
+    exchange = Exchange.open(job.exchange, require_signature=load_checking_key(key_file))
+    assert [version.step for version in exchange.versions()] == [10, 12]
+    assert [version.manifest.step for version in exchange.versions()] == [
+        10,
+        12,
+    ]  # reading checks the signature
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("publish.keep_every=10", "keep_every must be 1 or more, and means something only beside keep"),
+        ('publish.signing_key="/nowhere/key"', "the key /nowhere/key cannot be read"),
+    ],
+)
+def test_a_wrong_choice_about_versions_is_said_before_the_model_is_loaded(job: TrainerJob, override, words):
+    done = job.run(override)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not job.exchange.exists()
 
 
 def test_another_number_of_ranks_trains_the_same(job: TrainerJob, tmp_path: Path, base: Path):

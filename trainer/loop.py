@@ -12,6 +12,7 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -23,6 +24,8 @@ from ..shared import durable
 from ..shared.checkpoint import Checkpoint
 from ..shared.errors import BaseCheckpointError, ConfigError, WeightferryError
 from ..shared.exchange import Exchange
+from ..shared.retention import RetentionPolicy
+from ..shared.signing import load_signing_key
 from .batches import Batches, MicroBatch
 from .dataset import check_vocabulary, load_examples
 from .example import NO_LOSS
@@ -31,7 +34,7 @@ from .metrics import PublishReport, Reporter, StepReport
 from .model import load_policy, shard_policy, trained_parameters
 from .optimizer import Optimizer
 from .ranks import Ranks
-from .settings import Settings
+from .settings import PublishSettings, Settings
 from .stop import StopRequest
 
 SETTINGS_NAME = "settings.json"
@@ -40,6 +43,7 @@ SETTINGS_NAME = "settings.json"
 def train(settings: Settings, base: Checkpoint, ranks: Ranks) -> None:
     """Run the job; returns when the last version is published."""
     lora = lora_config(settings.lora)
+    options = _publisher_options(settings.publish, ranks)
     output_dir = ranks.from_first(lambda: _prepare_output(settings))
     exchange = ranks.from_first(lambda: Exchange.open(settings.exchange, base=settings.base))
     batches = _load_batches(settings, base)
@@ -48,14 +52,26 @@ def train(settings: Settings, base: Checkpoint, ranks: Ranks) -> None:
     policy = shard_policy(policy, ranks.mesh())
     optimizer = Optimizer(trained_parameters(policy), settings.optimizer, settings.schedule)
     torch.manual_seed(settings.seed + 1 + ranks.rank)  # dropout differs among ranks
-    what, deadline_s = settings.publish.what, settings.publish.deadline_s
     with (
         StopRequest() as stop,
         Reporter(output_dir, settings.schedule.num_steps) as reporter,
-        Publisher(policy, exchange, publish=what, deadline_s=deadline_s) as publisher,
+        Publisher(policy, exchange, **options) as publisher,
     ):
         reporter.say(_opening(settings, ranks, batches))
         Loop(settings, ranks, policy, optimizer, batches, publisher, reporter, stop).run()
+
+
+def _publisher_options(settings: PublishSettings, ranks: Ranks) -> dict[str, Any]:
+    """What `Publisher` is told, checked before the model is loaded."""
+    RetentionPolicy(keep=settings.keep, keep_every=settings.keep_every)  # raises ConfigError
+    key_file = settings.signing_key
+    return {
+        "publish": settings.what,
+        "deadline_s": settings.deadline_s,
+        "keep": settings.keep,
+        "keep_every": settings.keep_every,
+        "signing_key": ranks.from_first(lambda: load_signing_key(Path(key_file)) if key_file else None),
+    }
 
 
 class Loop:

@@ -88,11 +88,17 @@ class PublishSettings:
     every: PositiveInt = 50
     """Steps between versions; the last step, and a stop by a signal, publish too."""
     what: Literal["merged", "adapter", "both"] = "both"
-    """Merged weights, the adapter, or both; the server's `--apply` needs its kind."""
+    """Merged weights, the adapter, or both; `--apply merged` needs the first, the others the second."""
     at_start: bool = False
     """Publish once before the first step: the untrained adapter, which answers as the base does."""
     deadline_s: PositiveFloat = 600.0
     """Seconds that one publication may take."""
+    keep: PositiveInt | None = None
+    """Newest versions that stay; not given: all. Leased and pinned ones stay anyway."""
+    keep_every: PositiveInt | None = None
+    """Beside `keep`: of the older versions, those whose step is a multiple of this stay too."""
+    signing_key: str | None = None
+    """A key file that versions are signed with: 32 bytes or more of secret, or a PEM Ed25519 private key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT)
