@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 import signal
@@ -17,6 +19,7 @@ from exporter_ranks import CASES, Case, build, open_exchange, place
 from merged_ranks import IDS, SHARDINGS, differing, logits, rank, whole_state
 from ranks import on_ranks, run_on_ranks
 from tiny_model import make_tiny_model
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from weightferry.exporter import in_place, merged_context
@@ -112,21 +115,24 @@ def test_an_exception_in_the_middle_of_a_forward_too(directory, sharding, restor
         before.require_same(root, restore)
 
 
-@pytest.mark.parametrize("sharding", ["none", "FSDP2"])
+@pytest.mark.parametrize("sharding", ["none", "FSDP1", "FSDP2"])
 def test_generating_inside_is_generating_with_the_adapters(directory, sharding):
     run_on_ranks(generate_inside, directory, sharding, world_size=1 if sharding == "none" else 2)
 
 
 def generate_inside(directory: Path, sharding: str) -> None:
     root = make(directory, sharding)
+    inside: Callable[[], Any] = contextlib.nullcontext
     if sharding == "FSDP2":
         register_fsdp_forward_method(root, "generate")
+    if sharding == "FSDP1":  # whose root's parameters are whole only in its own forward
+        inside = functools.partial(FSDP1.summon_full_params, root, recurse=False, writeback=False)
     plain = build(CASE, directory, dtype=torch.float32).eval()
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     wanted = plain.generate(input_ids=IDS, **options)
     before = Snapshot(root)
     for _ in range(2):
-        with merged_lora(root):
+        with merged_lora(root), inside():
             assert torch.equal(root.generate(input_ids=IDS, **options), wanted)
         before.require_same(root, "bytes")
 
