@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from exporter_ranks import place, shard
+from exporter_ranks import Case, build, place, shard
 from fsdp1_wraps import HALF, hybrid, layers, leaves
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -17,8 +18,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from weightferry.exporter.merged_context import merged_lora
 from weightferry.exporter.model_walk import base_model
 
+# Adapted weights in the layers' units and in the root's, which FSDP leaves unsharded after an evaluation.
+CASE = Case(base="tiny", lora={"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]})
 IDS = torch.tensor([[3, 14, 15, 9, 26, 5]])
 _BELOW = ("base_layer", "token_adapter")
 State = dict[str, torch.Tensor]
@@ -142,3 +146,47 @@ def move_adapters(root: nn.Module) -> None:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def make(directory: Path, sharding: str, case: Case = CASE) -> Any:
+    """In float32, which every kind of unit takes."""
+    return SHARDINGS[sharding](build(case, directory, dtype=torch.float32)).eval()
+
+
+def flags(root: Any) -> list[tuple]:
+    """Training modes, gradient flags and merged adapters of everything."""
+    modules = [
+        (name, m.training, tuple(getattr(m, "merged_adapters", ()))) for name, m in root.named_modules()
+    ]
+    return [*modules, *((name, p.requires_grad) for name, p in root.named_parameters())]
+
+
+class Snapshot:
+    """What a model is and answers, to be compared after something happened to it."""
+
+    def __init__(self, root: Any) -> None:
+        self._answers, self._state, self._flags = logits(root), whole_state(root), flags(root)
+
+    def require_same(self, root: Any, restore: str) -> None:
+        answers, state = logits(root), whole_state(root)
+        if restore == "bytes":
+            assert torch.equal(answers, self._answers)
+            assert differing(state, self._state) == []
+        else:  # float32: what is left of the rounding of one sum and one difference
+            assert torch.allclose(answers, self._answers, atol=1e-4)
+            assert all(torch.allclose(state[n], self._state[n], atol=1e-6) for n in state)
+        assert flags(root) == self._flags
+        assert not [n for m in root.modules() for n in ("merge", "set_adapter") if n in m.__dict__]
+
+
+class Lost(Exception):
+    """What the tests raise inside."""
+
+
+def lose(*_: Any) -> None:
+    raise Lost("here")
+
+
+def use(root: Any, restore: str, body: Callable[[], Any]) -> None:
+    with merged_lora(root, restore=restore):
+        body()

@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from exporter_ranks import CASES, Case, build, open_exchange, place
-from merged_ranks import IDS, SHARDINGS, differing, logits, rank, whole_state
+from exporter_ranks import build
+from merged_ranks import CASE, IDS, Lost, Snapshot, logits, lose, make, rank, use
 from ranks import on_ranks, run_on_ranks
 from tiny_model import make_tiny_model
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -25,13 +25,10 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from weightferry.exporter import in_place, merged_context
 from weightferry.exporter.merged_context import merged_lora
 from weightferry.exporter.model_walk import base_model
-from weightferry.exporter.publisher import Publisher
-from weightferry.shared.errors import ConfigError, MergeError, UnsupportedError
+from weightferry.shared.errors import MergeError
 
 pytestmark = pytest.mark.ranks
 
-# Adapted weights in the layers' units and in the root's, which FSDP leaves unsharded after an evaluation.
-CASE = Case(base="tiny", lora={"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]})
 RESTORES = ("bytes", "unmerge")
 SHARDED = ("FSDP1", "FSDP1 leaves", "FSDP1 SHARD_GRAD_OP", "FSDP2")
 
@@ -40,52 +37,7 @@ SHARDED = ("FSDP1", "FSDP1 leaves", "FSDP1 SHARD_GRAD_OP", "FSDP2")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("merged-safety")
     make_tiny_model(path / "tiny")
-    make_tiny_model(path / "tied", tied=True)
     return path
-
-
-def make(directory: Path, sharding: str, case: Case = CASE) -> Any:
-    """In float32, which every kind of unit takes."""
-    return SHARDINGS[sharding](build(case, directory, dtype=torch.float32)).eval()
-
-
-def flags(root: Any) -> list[tuple]:
-    """Training modes, gradient flags and merged adapters of everything."""
-    modules = [
-        (name, m.training, tuple(getattr(m, "merged_adapters", ()))) for name, m in root.named_modules()
-    ]
-    return [*modules, *((name, p.requires_grad) for name, p in root.named_parameters())]
-
-
-class Snapshot:
-    """What a model is and answers, to be compared after something happened to it."""
-
-    def __init__(self, root: Any) -> None:
-        self._answers, self._state, self._flags = logits(root), whole_state(root), flags(root)
-
-    def require_same(self, root: Any, restore: str) -> None:
-        answers, state = logits(root), whole_state(root)
-        if restore == "bytes":
-            assert torch.equal(answers, self._answers)
-            assert differing(state, self._state) == []
-        else:  # float32: what is left of the rounding of one sum and one difference
-            assert torch.allclose(answers, self._answers, atol=1e-4)
-            assert all(torch.allclose(state[n], self._state[n], atol=1e-6) for n in state)
-        assert flags(root) == self._flags
-        assert not [n for m in root.modules() for n in ("merge", "set_adapter") if n in m.__dict__]
-
-
-class Lost(Exception):
-    """What the tests raise inside."""
-
-
-def lose(*_: Any) -> None:
-    raise Lost("here")
-
-
-def use(root: Any, restore: str, body: Callable[[], Any]) -> None:
-    with merged_lora(root, restore=restore):
-        body()
 
 
 @pytest.mark.parametrize("restore", RESTORES)
@@ -166,60 +118,6 @@ def test_flags_come_back_though_they_were_changed_inside(directory, restore):
     with merged_lora(root, restore=restore):
         root.eval().requires_grad_(False)
     before.require_same(root, restore)
-
-
-def refused_inside(root: Any, directory: Path) -> dict[str, Callable[[], Any]]:
-    exchange = open_exchange(place()[0], directory / "refused-inside", directory / "tiny")
-
-    def nest() -> None:
-        with merged_lora(root):
-            raise AssertionError("it was allowed")
-
-    def disable() -> None:
-        with root.disable_adapter():
-            raise AssertionError("it was allowed")
-
-    return {
-        "nesting": nest,
-        "disabling": disable,
-        "merging": root.merge_adapter,
-        "unmerging": root.unmerge_adapter,
-        "choosing": lambda: root.set_adapter("default"),
-        "merging for good": root.merge_and_unload,
-        "publishing": lambda: Publisher(root, exchange),
-    }
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["nesting", "disabling", "merging", "unmerging", "choosing", "merging for good", "publishing"],
-)
-@pytest.mark.filterwarnings("ignore:Adapter cannot be set when the model is merged")
-def test_what_would_confuse_is_refused_inside_and_harms_nothing(directory, name):
-    root = make(directory, "none")
-    before = Snapshot(root)
-    with merged_lora(root):
-        inside = logits(root)
-        with pytest.raises(UnsupportedError, match=r"inside merged_lora|has ended"):
-            refused_inside(root, directory)[name]()
-        assert torch.equal(logits(root), inside)
-    before.require_same(root, "bytes")
-    with root.disable_adapter():
-        assert not torch.equal(logits(root), inside)
-
-
-@on_ranks(2)
-def test_a_publisher_made_before_refuses_inside_and_works_afterwards(directory, tmp_path):
-    root = make(directory, "FSDP2")
-    with Publisher(root, open_exchange(rank(), tmp_path / "exchange", directory / "tiny")) as publisher:
-        first = publisher.publish(1).wait()
-        with merged_lora(root):
-            logits(root)
-            with pytest.raises(UnsupportedError, match=r"merged in place; .* has ended"):
-                publisher.publish(2)
-        second = publisher.publish(3).wait()
-    for file in first.path.rglob("*.safetensors"):
-        assert file.read_bytes() == (second.path / file.relative_to(first.path)).read_bytes()
 
 
 def failing_at(call: int) -> Callable:
@@ -357,74 +255,3 @@ def test_nothing_of_a_use_stays_in_memory(directory):
     gc.collect()
     kinds = (merged_context.InPlaceMerge, in_place.Mark, in_place.Change)
     assert not [o for o in gc.get_objects() if type(o) in kinds]
-
-
-REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a tied head": (
-        lambda d: build(Case(base="tied", lora={"target_modules": ["embed_tokens"]}), d),
-        r"embed_tokens\.weight is one tensor with lm_head\.weight, .* tie_word_embeddings=False",
-    ),
-    "two adapters of one tied tensor": (
-        lambda d: build(Case(base="tied", lora={"target_modules": ["embed_tokens", "lm_head"]}), d),
-        r"lm_head\.weight is one tensor with model\.embed_tokens\.weight, but their adapters differ",
-    ),
-    "disabled adapters": (
-        lambda d: disabled(build(CASE, d)),
-        r"embed_tokens are disabled, .*enable_adapter_layers\(\)\) before you merge",
-    ),
-    "merged adapters": (
-        lambda d: merged(build(CASE, d)),
-        r"embed_tokens are merged in place; .*unmerge_adapter",
-    ),
-    "an aLoRA": (
-        lambda d: build(
-            Case(base="tiny", lora={"target_modules": ["q_proj"], "alora_invocation_tokens": [3]}), d
-        ),
-        "aLoRA, which cannot be merged",
-    ),
-}
-
-
-def disabled(model: Any) -> Any:
-    model.base_model.disable_adapter_layers()
-    return model
-
-
-def merged(model: Any) -> Any:
-    model.merge_adapter()
-    return model
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings(
-    "ignore:Model has `tie_word_embeddings=True` and a tied layer is part of the adapter"
-)
-def test_what_cannot_be_merged_in_place_is_refused_untouched(directory, name):
-    model, words = REFUSED[name][0](directory), REFUSED[name][1]
-    before, flags_before = whole_state(model), flags(model)
-    with pytest.raises(UnsupportedError, match=words), merged_lora(model):
-        raise AssertionError("it was accepted")
-    assert differing(whole_state(model), before) == []
-    assert flags(model) == flags_before
-
-
-def test_what_cannot_be_taken_out_again_is_refused_by_unmerge_alone(directory):
-    """A magnitude of zero: the merged row is zero, whatever the base's was."""
-    model = build(CASES["dora"], directory)
-    with torch.no_grad():
-        next(p for n, p in model.named_parameters() if "magnitude" in n)[5] = 0
-    before = whole_state(model)
-    with (
-        pytest.raises(UnsupportedError, match=r'does not give \S+ back; use .*restore="bytes"'),
-        merged_lora(model, restore="unmerge"),
-    ):
-        raise AssertionError("it was accepted")
-    assert differing(whole_state(model), before) == []
-    with merged_lora(model):
-        pass
-    assert differing(whole_state(model), before) == []
-
-
-def test_a_way_to_restore_that_does_not_exist_is_told(directory):
-    with pytest.raises(ConfigError, match="restore='copy'; expected one of bytes, unmerge"):
-        merged_lora(build(CASE, directory), restore="copy").__enter__()
