@@ -12,10 +12,10 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow chaos check bench-store format build clean
+.PHONY: help setup demo test test-slow chaos check bench-store bench-export format build clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make .venv with everything in it (ENGINE=cpu|gpu, PYTHON=/path/to/python3.11)
 	@command -v python3 >/dev/null || { echo "setup: python3 is not on PATH; install Python 3.11 to 3.13" >&2; exit 1; }
@@ -42,6 +42,9 @@ check: setup ## formatting, lint and types
 
 bench-store: setup ## publish and read through a bucket, beside the store's own client (ARGS="--help" for more)
 	@PYTHONPATH=tests $(BIN)/python benchmarks/bench_store.py $(ARGS)
+
+bench-export: setup ## publish from two FSDP2 ranks: memory by depth, time beside raw writing (ARGS="--help" for more)
+	@PYTHONPATH=tests $(BIN)/python benchmarks/bench_export.py $(ARGS)
 
 format: setup ## format and mend what ruff can mend
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
