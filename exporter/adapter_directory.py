@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,11 +31,12 @@ CONFIG_NAME = "adapter_config.json"
 class AdapterView:
     """The one active adapter of a model as it is now; refers to the live tensors, which may be sharded.
 
-    `known_keys` (adapter -> saved name -> name in the state dict) is filled at the first view of an adapter
-    and spares later ones PEFT's selection, which may ask a model hub about the base.
+    `known_keys` (adapter -> saved name -> name in the state dict, or the tensor itself where it is not in
+    there) is filled at the first view of an adapter and spares later ones PEFT's selection, which may ask a
+    model hub about the base.
     """
 
-    def __init__(self, model: PeftModel, known_keys: dict[str, dict[str, str]]) -> None:
+    def __init__(self, model: PeftModel, known_keys: dict[str, dict[str, str | torch.Tensor]]) -> None:
         if len(model.active_adapters) != 1:
             raise UnsupportedError(
                 f"{len(model.active_adapters)} adapters are active; an adapter directory holds one: "
@@ -45,7 +47,8 @@ class AdapterView:
         state: dict[str, torch.Tensor] = self._view.state_dict(keep_vars=True)
         if self._adapter not in known_keys:
             known_keys[self._adapter] = _saved_keys(self._view, self._adapter, state)
-        self.tensors = {name: state[key] for name, key in sorted(known_keys[self._adapter].items())}
+        found = sorted(known_keys[self._adapter].items())
+        self.tensors = {name: state[key] if isinstance(key, str) else key for name, key in found}
         if empty := [name for name, tensor in self.tensors.items() if 0 in whole_shape(tensor)]:
             raise UnsupportedError(
                 f"adapter tensor {empty[0]} has no elements; give the publisher the outermost sharded module"
@@ -93,13 +96,28 @@ class AdapterView:
         return sorted(modules, key=lambda module: module.name)
 
 
-def _saved_keys(view: PeftModel, adapter: str, state: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Which tensors PEFT saves: name in the file -> name in the state dict."""
-    keys = {id(tensor): key for key, tensor in state.items()}
+def _saved_keys(
+    view: PeftModel, adapter: str, state: dict[str, torch.Tensor]
+) -> dict[str, str | torch.Tensor]:
+    """Which tensors PEFT saves: name in the file -> name in the state dict, or the tensor itself."""
+    places: dict[int, str | torch.Tensor] = {id(tensor): tensor for tensor in _kept_in_dicts(view)}
+    places |= {id(tensor): key for key, tensor in state.items()}
     selected = get_peft_model_state_dict(view, state_dict=state, adapter_name=adapter)
     if not selected:
         raise UnsupportedError(
             f"PEFT finds no tensor of adapter {adapter!r} in this model; it is wrapped in a way that is not "
             "known here: make the publisher before you wrap it"
         )
-    return {name: keys[id(tensor)] for name, tensor in selected.items()}
+    if computed := sorted(name for name, tensor in selected.items() if id(tensor) not in places):
+        raise UnsupportedError(
+            f"PEFT computes {computed[0]} when it saves adapter {adapter!r}, which cannot be done shard by "
+            'shard; publish the merged weights alone (publish="merged")'
+        )
+    return {name: places[id(tensor)] for name, tensor in selected.items()}
+
+
+def _kept_in_dicts(model: PeftModel) -> Iterator[torch.Tensor]:
+    """Tensors that are neither parameters nor buffers; SHiRA keeps its indices like this."""
+    values = [value for module in model.modules() for value in vars(module).values()]
+    dicts = [value for value in values if isinstance(value, dict)]
+    return (item for value in dicts for item in value.values() if isinstance(item, torch.Tensor))

@@ -69,10 +69,14 @@ def base_of(module: Any) -> nn.Module:
     return unwrap(inner.get_base_layer() if isinstance(inner, BaseTunerLayer) else inner)
 
 
-def trained_in_base(module: nn.Module) -> set[str]:
-    """Names of the base's tensors below an adapted module that are themselves trained (`bias=...`)."""
-    view = base_of(plain_clone(module, lambda tensor: tensor))  # FSDP1 inside would show in the names
-    return {name for name, parameter in view.named_parameters() if parameter.requires_grad}
+def moving_in_base(module: nn.Module) -> set[str]:
+    """Names of the base's tensors below an adapted module that training moves: `bias=...`, and buffers.
+
+    Some models move theirs without a gradient (expert balancing), also below an adapted router.
+    """
+    base = base_of(plain_clone(module, lambda tensor: tensor))  # FSDP1 inside would show in the names
+    frozen = {name for name, parameter in base.named_parameters() if not parameter.requires_grad}
+    return set(base.state_dict(keep_vars=True)) - frozen
 
 
 def base_state(module: nn.Module, gathered: Gathered) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ wrappers. Called by the publisher; holds references, never tensors that FSDP cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..shared.errors import UnsupportedError
 from . import fsdp1
-from .layer_clone import all_tensors, is_adapted, own_tensors, unwrap
+from .layer_clone import all_tensors, is_adapted, moving_in_base, own_tensors, unwrap
 
 OUTER = "outer"
 
@@ -44,10 +44,15 @@ class Plain:
 
 @dataclass(slots=True, kw_only=True)
 class Unit:
-    """`adapted`: (name prefix, module) pairs; `plain`: all other tensors."""
+    """`adapted`: (name prefix, module) pairs; `plain`: all other tensors.
+
+    `moving`: below the adapted module of each prefix, the names of the base's tensors that need not be the
+    checkpoint's: those that training moves, and what PiSSA and its like left of a weight.
+    """
 
     key: str
     adapted: list[tuple[str, nn.Module]] = field(default_factory=list)
+    moving: dict[str, frozenset[str]] = field(default_factory=dict)
     plain: list[Plain] = field(default_factory=list)
 
     def changing(self) -> list[torch.Tensor]:
@@ -60,7 +65,7 @@ class Unit:
 
     def signature(self) -> tuple:
         """What must stay as it is while a publisher lives: which modules are adapted, what is trained."""
-        adapted = [(prefix, type(module).__name__) for prefix, module in self.adapted]
+        adapted = [(prefix, type(module).__name__, self.moving[prefix]) for prefix, module in self.adapted]
         return self.key, adapted, [(plain.name, plain.is_trained) for plain in self.plain]
 
 
@@ -97,8 +102,11 @@ def reshard_all(model: nn.Module) -> None:
             fsdp1.reshard(module)
 
 
-def walk(base: nn.Module) -> list[Unit]:
-    """All units of a base model: the blocks of each stack in order, then the outer one."""
+def walk(base: nn.Module, residual_adapters: Collection[str] = ()) -> list[Unit]:
+    """All units of a base model: the blocks of each stack in order, then the outer one.
+
+    `residual_adapters` took a part out of the weights that they adapt when they were made.
+    """
     units: dict[str, Unit] = {OUTER: Unit(key=OUTER)}
     stacks = _stack_names(base)
     for prefix, module, block in _visit(base, "", None):
@@ -106,6 +114,7 @@ def walk(base: nn.Module) -> list[Unit]:
         unit = units.setdefault(key, Unit(key=key))
         if is_adapted(module):
             unit.adapted.append((prefix, module))
+            unit.moving[prefix] = _moving(module, residual_adapters)
         else:
             unit.plain += [
                 Plain(name=prefix + name, owner=module, attribute=name) for name, _ in own_tensors(module)
@@ -116,6 +125,13 @@ def walk(base: nn.Module) -> list[Unit]:
 def _once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tied tensors once, in the order of their first place."""
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _moving(module: nn.Module, residual_adapters: Collection[str]) -> frozenset[str]:
+    adapters = set(getattr(module, "lora_A", ())) | set(getattr(module, "lora_embedding_A", ()))
+    if adapters.isdisjoint(residual_adapters):
+        return frozenset(moving_in_base(module))
+    return frozenset({"weight", *moving_in_base(module)})
 
 
 Block = tuple[str, int]

@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..shared.errors import ConfigError, UnsupportedError
@@ -25,7 +26,14 @@ from .checkpoint_names import CheckpointNames
 from .collectives import ControlGroup, gather_all
 from .draft import Desk, Draft, seen
 from .model_walk import Unit, base_model, peft_model, reshard_all, walk
-from .refusals import refuse_foreign_base, refuse_merged, refuse_unmergeable, refuse_unreadable
+from .refusals import (
+    refuse_foreign_base,
+    refuse_merged,
+    refuse_residual_adapter,
+    refuse_unmergeable,
+    refuse_unreadable,
+    residual_adapters,
+)
 from .version_plan import Surveyor, UnitPlan
 
 DEADLINE_S = 600.0
@@ -72,7 +80,7 @@ class Publisher:
     ) -> None:
         self._root, self._published = model, publish
         self._has_merged, self._has_adapter = publish != "adapter", publish != "merged"
-        self._adapter_keys: dict[str, dict[str, str]] = {}
+        self._adapter_keys: dict[str, dict[str, str | torch.Tensor]] = {}
         self._writer: ExchangeWriter | None = None
         self._control = ControlGroup(deadline_s)
         try:
@@ -142,6 +150,8 @@ class Publisher:
         refuse_merged(model)
         refuse_unreadable(self._root)
         refuse_foreign_base(model)
+        if self._has_adapter:
+            refuse_residual_adapter(model)
         return Desk.of(exchange) if self._control.rank == 0 else None
 
     def _take_apart(self) -> tuple[list[Unit], CheckpointNames]:
@@ -150,7 +160,10 @@ class Publisher:
             AdapterView(peft_model(self._root), self._adapter_keys)
         base = base_model(self._root)
         on_disk = self._desk.checkpoint.slots if self._desk else ()
-        return walk(base), CheckpointNames(base, on_disk)
+        return self._walk(), CheckpointNames(base, on_disk)
+
+    def _walk(self) -> list[Unit]:
+        return walk(base_model(self._root), residual_adapters(peft_model(self._root)))
 
     def _survey(self) -> list[UnitPlan]:
         """Compare every live tensor with the base, unit by unit; rank 0 learns what each unit holds."""
@@ -176,7 +189,7 @@ class Publisher:
     def _check_structure(self) -> None:
         refuse_merged(peft_model(self._root))
         reshard_all(self._root)
-        if [unit.signature() for unit in walk(base_model(self._root))] != self._signature:
+        if [unit.signature() for unit in self._walk()] != self._signature:
             raise UnsupportedError(
                 "other modules are adapted, or other tensors trained, than when the publisher was made; "
                 "close it and make a new one"

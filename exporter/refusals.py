@@ -16,8 +16,11 @@ from . import fsdp1
 from .layer_clone import Gathered, base_of, merged_state
 from .model_walk import Unit
 
-# init_lora_weights that change the base when the adapter is made (peft/tuners/lora/layer.py).
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# init_lora_weights that take a part out of the base when the adapter is made (peft/tuners/lora/layer.py).
+# What is left and the adapter together are the weights of the training, so that a merge of them is right ...
+_RESIDUAL_INITS = ("pissa", "olora")
+# ... and so it should be of these, which nobody has tried here: they need data or a quantised base.
+_OTHER_BASE_CHANGING_INITS = ("corda", "loftq", "lora_ga")
 _QUANTIZED_CLASSES = ("GPTQ", "Eetq", "Linear4bit", "Linear8bitLt", "HQQ", "AWQ", "Awq", "Aqlm", "INC")
 _OR_ADAPTER = 'train a plain LoRA, or publish the adapter alone (publish="adapter")'
 
@@ -51,13 +54,31 @@ def refuse_merged(peft: PeftModel) -> None:
 
 def refuse_foreign_base(peft: PeftModel) -> None:
     """Raise UnsupportedError where the base in training cannot be the exchange's."""
-    for name in peft.active_adapters:
-        init = str(getattr(peft.peft_config[name], "init_lora_weights", "")).lower()
-        if init.startswith(_BASE_CHANGING_INITS):
+    for name in peft.peft_config:
+        if (init := _init(peft, name)).startswith(_OTHER_BASE_CHANGING_INITS):
             raise UnsupportedError(
                 f"adapter {name!r} has init_lora_weights={init!r}, which changes the base when it is made; "
                 "the base in training would not be the exchange's. Use init_lora_weights=true."
             )
+
+
+def refuse_residual_adapter(peft: PeftModel) -> None:
+    """Raise UnsupportedError for an adapter that fits only what its making left of the base."""
+    for name in sorted(residual_adapters(peft)):
+        raise UnsupportedError(
+            f"adapter {name!r} has init_lora_weights={_init(peft, name)!r}, which changes the base when it "
+            "is made: on the exchange's base it would answer wrong. "
+            'Use init_lora_weights=true, or publish the merged weights alone (publish="merged")'
+        )
+
+
+def residual_adapters(peft: PeftModel) -> set[str]:
+    """Adapters, active or not, that took a part out of the base's weights when they were made."""
+    return {name for name in peft.peft_config if _init(peft, name).startswith(_RESIDUAL_INITS)}
+
+
+def _init(peft: PeftModel, adapter: str) -> str:
+    return str(getattr(peft.peft_config[adapter], "init_lora_weights", "")).lower()
 
 
 def refuse_unmergeable(peft: PeftModel) -> None:

@@ -18,7 +18,7 @@ from ..shared.tensor_bytes import TORCH_DTYPES, bytes_of
 from ..shared.tensor_files import TensorSpec
 from .checkpoint_names import CheckpointNames
 from .fidelity import Fidelity, measure
-from .layer_clone import Gathered, base_state, merged_state, trained_in_base
+from .layer_clone import Gathered, base_state, merged_state
 from .live_base import LiveBase
 from .model_walk import Unit
 from .version_plan import Tie, UnitPlan
@@ -73,9 +73,8 @@ class UnitMerge:
         """What lies below the adapters, as it is stored; without duplicates of tied tensors."""
         base: dict[str, torch.Tensor] = {}
         for prefix, module in unit.adapted:
-            trained = trained_in_base(module)
-            state = base_state(module, gathered)
-            base |= {prefix + name: tensor for name, tensor in state.items() if name not in trained}
+            state, moving = base_state(module, gathered), unit.moving[prefix]
+            base |= {prefix + name: tensor for name, tensor in state.items() if name not in moving}
         return {name: tensor for name, tensor in base.items() if name not in self.names.tied}
 
     def _write_tie(

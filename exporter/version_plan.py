@@ -17,7 +17,7 @@ from ..shared.errors import BaseMismatchError, UnsupportedError
 from ..shared.fused import close_under_fusion
 from ..shared.tensor_files import TensorSpec
 from .checkpoint_names import CheckpointNames
-from .layer_clone import Gathered, base_state, trained_in_base
+from .layer_clone import Gathered, base_state
 from .live_base import LiveBase, some
 from .model_walk import OUTER, Unit
 from .refusals import MergeTrial
@@ -164,7 +164,7 @@ def _in_memory(unit: Unit, gathered: Gathered) -> tuple[dict[str, torch.Tensor],
     trained: set[str] = set()
     for prefix, module in unit.adapted:
         tensors |= {prefix + name: tensor for name, tensor in base_state(module, gathered).items()}
-        trained |= {prefix + name for name in trained_in_base(module)}
+        trained |= {prefix + name for name in unit.moving[prefix]}
     targets = set(tensors)
     for plain in unit.plain:
         tensors[plain.name] = gathered[id(plain.tensor)]

@@ -97,8 +97,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
     ),
     "OLoRA": (
         lambda d: build(Case(base="tiny", lora=Q | {"init_lora_weights": "olora"}), d, dtype=torch.float32),
-        ("merged", "adapter", "both"),
-        r"init_lora_weights='olora', which changes the base .* Use init_lora_weights=true",
+        ("adapter", "both"),
+        r"init_lora_weights='olora', which changes the base .* Use init_lora_weights=true, or publish",
     ),
     "quantised": (
         quantised,
