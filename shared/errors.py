@@ -16,6 +16,7 @@
     │   └── WriterFencedError      a newer writer has taken over; this one must stop
     ├── PublishError               a publication failed on some rank; nothing appeared
     ├── MergeError                 adapters could not be merged in place, or a rank failed meanwhile
+    ├── LoadError              an adapter could not be loaded into a model; the model is as it was
     └── ApplyError                 a version could not be made active; the old one still answers
 
 A message says what, where, expected and found, and what to do now, in one line where it can.
@@ -120,6 +121,14 @@ class MergeError(WeightferryError):
     def __init__(self, rank: int, cause: str, outcome: str) -> None:
         self.rank, self.cause = rank, cause
         super().__init__(f"merged_lora: rank {rank} failed: {cause}. {outcome}")
+
+
+class LoadError(WeightferryError):
+    """An adapter could not be read on some rank; every rank raises this with the same rank and cause."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        self.rank, self.cause = rank, cause
+        super().__init__(f"the adapter was not loaded: rank {rank} failed: {cause}. The model is as it was")
 
 
 class ApplyError(WeightferryError):

@@ -66,18 +66,20 @@ def _applying(places: Iterable[tuple[str, str, str]]) -> list[Cell]:
 def run(cells: Iterable[Cell], directory: Path, say: Callable[[str], object]) -> dict[Cell, str]:
     """The outcome of each cell; the empty text is a good one."""
     wanted = list(cells)
-    pairs = list(dict.fromkeys((cell.family, cell.variant) for cell in wanted))
-    (prepared,) = run_on_ranks(prepare, directory, pairs, world_size=1, deadline_s=DEADLINE_S)
-    say(f"{len(pairs)} references")
-    outcomes = {cell: prepared[cell.family, cell.variant] for cell in wanted}
+    by_reference = {cell.reference: cell for cell in wanted}
+    firsts = list(by_reference.values())
+    (prepared,) = run_on_ranks(prepare, directory, firsts, world_size=1, deadline_s=DEADLINE_S)
+    say(f"{len(firsts)} references")
+    said = dict(zip(by_reference, prepared, strict=True))
+    outcomes = {cell: said[cell.reference] for cell in wanted}
     for world_size in sorted({SHARDINGS[cell.sharding].world_size for cell in wanted}):
         mine = [c for c in wanted if SHARDINGS[c.sharding].world_size == world_size and not outcomes[c]]
         start = time.monotonic()
         by_rank = run_on_ranks(
             run_cells, directory, mine, world_size=max(1, world_size), deadline_s=DEADLINE_S
         )
-        for cell, said in zip(mine, zip(*by_rank, strict=True), strict=True):
-            outcomes[cell] = next(filter(None, said), "")
+        for cell, words in zip(mine, zip(*by_rank, strict=True), strict=True):
+            outcomes[cell] = next(filter(None, words), "")
         say(f"{len(mine)} cells on {max(1, world_size)} rank(s): {time.monotonic() - start:.0f} s")
     return outcomes
 

@@ -52,23 +52,36 @@ class Cell:
         variant = VARIANTS[self.variant]
         return self.family not in variant.without and bool(variant.configs(FAMILIES[self.family]))
 
+    @property
+    def is_float32(self) -> bool:
+        """Whether the base is widened, by whatever side of the cell."""
+        return any(
+            side.is_float32
+            for side in (VARIANTS[self.variant], FAMILIES[self.family], SHARDINGS[self.sharding])
+        )
+
+    @property
+    def reference(self) -> str:
+        """One directory of references serves all cells that train the same."""
+        return f"{self.family}--{self.variant}--{'float32' if self.is_float32 else 'bfloat16'}"
+
     def __str__(self) -> str:
         return f"{self.family} / {self.variant} / {self.sharding}"
 
 
-def prepare(directory: Path, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Write the base of each family and the reference of each (family, variant); what went wrong where."""
+def prepare(directory: Path, cells: list[Cell]) -> list[str]:
+    """Write the base of each cell's family and its reference, unless they are there; what went wrong."""
     logging.disable_progress_bar()
-    outcomes = {}
-    for family, variant in pairs:
-        if not (directory / family).exists():
-            save_base(family, directory / family)
+    outcomes = []
+    for cell in cells:
+        if not (directory / cell.family).exists():
+            save_base(cell.family, directory / cell.family)
         try:
-            outcomes[family, variant] = ""
-            if not VARIANTS[variant].refused:
-                _write_reference(directory, family, variant)
+            if not VARIANTS[cell.variant].refused:
+                _write_reference(directory, cell)
+            outcomes.append("")
         except Exception as error:
-            outcomes[family, variant] = f"no reference: {type(error).__name__}: {error}"
+            outcomes.append(f"no reference: {type(error).__name__}: {error}")
     return outcomes
 
 
@@ -88,16 +101,16 @@ def run_cells(directory: Path, cells: list[Cell]) -> list[str]:
     return outcomes
 
 
-def build(directory: Path, family: str, variant: str) -> Any:
-    """The adapted model of one row, in eval mode, whole."""
-    wide = VARIANTS[variant].is_float32 or FAMILIES[family].is_float32
-    base = load(family, directory / family, torch.float32 if wide else torch.bfloat16)
-    return adapt(base, VARIANTS[variant], FAMILIES[family]).eval()
+def build(directory: Path, cell: Cell) -> Any:
+    """The cell's adapted model, in eval mode, whole."""
+    dtype = torch.float32 if cell.is_float32 else torch.bfloat16
+    base = load(cell.family, directory / cell.family, dtype)
+    return adapt(base, VARIANTS[cell.variant], FAMILIES[cell.family]).eval()
 
 
 def _run(directory: Path, cell: Cell) -> str:
     variant, is_first = VARIANTS[cell.variant], not dist.is_initialized() or dist.get_rank() == 0
-    root = SHARDINGS[cell.sharding].apply(build(directory, cell.family, cell.variant))
+    root = SHARDINGS[cell.sharding].apply(build(directory, cell))
     path = directory / "exchanges" / str(cell).replace(" / ", "--")
     exchange = Exchange.open(path, base=directory / cell.family) if is_first else None
     before = _digest(root)
@@ -125,7 +138,7 @@ def _digest(root: nn.Module) -> str:
 
 def _compare(directory: Path, cell: Cell, version: Path) -> str:
     """The first thing in a version that is not the reference's."""
-    reference = directory / "references" / f"{cell.family}--{cell.variant}"
+    reference = directory / "references" / cell.reference
     expected, found = weights(reference), weights(version)
     if lost := expected.keys() ^ found.keys():
         return f"names differ: {sorted(lost)[:3]}"
@@ -142,7 +155,7 @@ def _compare(directory: Path, cell: Cell, version: Path) -> str:
 
 
 def _compare_logits(directory: Path, cell: Cell, version: Path) -> str:
-    live, base = load_file(directory / "references" / f"{cell.family}--{cell.variant}" / "logits").values()
+    live, base = load_file(directory / "references" / cell.reference / "logits").values()
     model = load(cell.family, version, torch.float32).eval()
     with torch.no_grad():
         exported = model(input_ids=IDS).logits
@@ -153,14 +166,14 @@ def _compare_logits(directory: Path, cell: Cell, version: Path) -> str:
     return ""
 
 
-def _write_reference(directory: Path, family: str, variant: str) -> None:
+def _write_reference(directory: Path, cell: Cell) -> None:
     """The merged checkpoint, PEFT's directory, and the logits of live model ("a") and base ("b")."""
-    path = directory / "references" / f"{family}--{variant}"
+    family, path = cell.family, directory / "references" / cell.reference
     path.mkdir(parents=True)
-    live = build(directory, family, variant)
+    live = build(directory, cell)
     merged = _merged(live)
     save_file(_on_disk(merged, weights(directory / family)), path / "merged.safetensors")
-    if VARIANTS[variant].publish == "both":
+    if VARIANTS[cell.variant].publish == "both":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             live.save_pretrained(path / "peft")

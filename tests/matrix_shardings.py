@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import fsdp1_wraps
 import torch
 import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,10 +28,11 @@ from weightferry.exporter.model_walk import base_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """`world_size` 0: no process group at all."""
+    """`world_size` 0: no process group at all. `is_float32`: it takes only parameters of one dtype."""
 
     world_size: int
     apply: Callable[[Any], nn.Module]
+    is_float32: bool = False
 
 
 def layers_of(model: Any) -> nn.ModuleList:
@@ -110,6 +112,17 @@ def by_columns(parameter: nn.Parameter) -> Shard:
     return Shard(1 if fits else 0)
 
 
+def fsdp1(model: Any, **options: Any) -> nn.Module:
+    """A unit a layer, and the root for the rest."""
+    if shares_parameters(list(layers_of(model))):
+        return fsdp1_wraps.unit(model)
+    return fsdp1_wraps.layers(model, **options)
+
+
+def fsdp1_of(world_size: int, apply: Callable[[Any], nn.Module] = fsdp1) -> Sharding:
+    return Sharding(world_size=world_size, apply=apply, is_float32=True)
+
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 SHARDINGS: dict[str, Sharding] = {
     "unsharded": Sharding(world_size=0, apply=lambda m: m),
@@ -135,5 +148,12 @@ SHARDINGS: dict[str, Sharding] = {
     "layer.compile()": Sharding(world_size=2, apply=compiled_in_place),
     "compiled layers": Sharding(world_size=2, apply=by_layer(lambda layer: torch.compile(layer))),
     "FSDP2, compiled": Sharding(world_size=2, apply=lambda m: torch.compile(fsdp2(m))),
+    "FSDP1 x2": fsdp1_of(2),
+    "FSDP1 x3": fsdp1_of(3),
+    "FSDP1, one unit": fsdp1_of(2, fsdp1_wraps.unit),
+    "FSDP1, mixed precision": fsdp1_of(2, lambda m: fsdp1(m, mixed_precision=fsdp1_wraps.HALF)),
+    "FSDP1, CheckpointWrapper": fsdp1_of(2, lambda m: fsdp1(m, inner=checkpoint_wrapper)),
+    "FSDP1, HYBRID_SHARD": fsdp1_of(2, lambda m: fsdp1_wraps.hybrid(m, (1, 2))),
+    "FSDP1, compiled": fsdp1_of(2, lambda m: torch.compile(fsdp1(m))),
     "DDP x2": Sharding(world_size=2, apply=DistributedDataParallel),
 }

@@ -19,6 +19,7 @@ from peft import PeftModel
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ..exporter.adapter_loading import load_adapter, load_version_adapter
 from ..exporter.publisher import Publisher
 from ..shared import durable
 from ..shared.checkpoint import Checkpoint
@@ -50,6 +51,7 @@ def train(settings: Settings, base: Checkpoint, ranks: Ranks) -> None:
     policy = load_policy(base, settings.model, lora, seed=settings.seed)
     check_vocabulary(batches.examples, policy.get_input_embeddings().weight.shape[0])
     policy = shard_policy(policy, ranks.mesh())
+    _start_adapter(policy, settings)
     optimizer = Optimizer(trained_parameters(policy), settings.optimizer, settings.schedule)
     torch.manual_seed(settings.seed + 1 + ranks.rank)  # dropout differs among ranks
     with (
@@ -158,6 +160,14 @@ class Loop:
                 bytes=version.manifest.changed_bytes,
             )
             self._reporter.published(report)
+
+
+def _start_adapter(policy: PeftModel, settings: Settings) -> None:
+    """Go on from a saved adapter, if one is asked for; collective."""
+    if isinstance(settings.start_from, int):
+        load_version_adapter(policy, Exchange.open(settings.exchange), settings.start_from)
+    elif settings.start_from is not None:
+        load_adapter(policy, settings.start_from, any_base=settings.start_from_any_base)
 
 
 def _prepare_output(settings: Settings) -> Path:

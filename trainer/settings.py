@@ -117,6 +117,10 @@ class Settings:
     """How long."""
     seed: NonNegativeInt = 0
     """Decides the start of the adapter and the order of the rows; the same on any number of ranks."""
+    start_from: str | PositiveInt | None = None
+    """The adapter to go on from: a PEFT directory, or a version's number in `exchange`; else a fresh one."""
+    start_from_any_base: bool = False
+    """Take a directory's adapter although it names another base: the same weights at another place."""
     rank_timeout_s: PositiveFloat = 1800.0
     """Seconds that ranks wait for each other, also while rank 0 reads every byte of the base at the start."""
     model: ModelSettings = field(default_factory=ModelSettings)
