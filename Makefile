@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow chaos check bench-store bench-export format build clean
+.PHONY: help setup demo test test-slow matrix chaos check bench-store bench-export format build clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: setup ## the tests, without the slow ones (ARGS="-k words" to choose)
 
 test-slow: setup ## the tests that take minutes each
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+matrix: setup ## every adapter variant x sharding x family, published and compared; writes docs/matrix.md (half an hour)
+	@$(BIN)/python tests/matrix.py $(ARGS)
 
 chaos: setup ## thousands of seeded faults on exchanges, and a table of outcomes (ARGS="--rounds 5000 --seed 7")
 	@$(BIN)/python tests/chaos.py $(ARGS)
