@@ -1,6 +1,6 @@
 """The whole matrix, variant x sharding x family: which cells there are, running them, the table of outcomes.
 
-    python tests/matrix.py            # every cell; prints the tables and writes docs/matrix.md
+    python tests/matrix.py            # every cell; prints the tables and writes DOCUMENT
     python tests/matrix.py --thin     # the cells of the fast suite; prints only
 
 Cells of one world size share one run of ranks. A table shows two of the three sides at a time: its entry is
