@@ -1,9 +1,10 @@
 """The header by which every response names the version that made it; and no response when unhealthy.
 
-`x-weightferry-version` is the version active when the response's head was sent (0: the base); where another
-was active when the request arrived, `x-weightferry-version-start` names that one too. With adapters a request
-keeps the adapter that it was given at vLLM's look-up, whatever becomes active meanwhile: there the look-up is
-recorded, and it alone counts. The same record says which adapters are still in use.
+`x-weightferry-version` is the version active when the response's first bytes were sent (0: the base); where
+another was active when the request arrived, `x-weightferry-version-start` names that one too. The head waits
+for those bytes: vLLM sends a stream's head before its first token, which an apply may delay. With adapters a
+request keeps the adapter that it was given at vLLM's look-up, whatever becomes active meanwhile: there the
+look-up is recorded, and it alone counts. The same record says which adapters are still in use.
 """
 
 from __future__ import annotations
@@ -100,11 +101,16 @@ class _Response:
 
     def __init__(self, send: Any, request: Request) -> None:
         self._send, self._request, self._has_begun = send, request, False
+        self._head: Any = None
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if not self._has_begun:
             self._has_begun = True
-            message = message | {"headers": [*message.get("headers", ()), *self._request.headers()]}
+            headers = [*self._head.get("headers", ()), *self._request.headers()]
+            await self._send(self._head | {"headers": headers})
         await self._send(message)
 
     async def refuse(self, reason: str) -> None:
@@ -114,4 +120,4 @@ class _Response:
         body = f"unhealthy: {reason}\n".encode()
         headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
         await self.send({"type": "http.response.start", "status": 503, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await self.send({"type": "http.response.body", "body": body})

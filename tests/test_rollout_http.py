@@ -38,6 +38,15 @@ def app(state):
         state.active_version = 42
         return "ok"
 
+    @app.get("/streams")
+    async def streams() -> Any:
+        async def body() -> AsyncIterator[str]:
+            await asyncio.sleep(0.05)  # the head would be out by now
+            state.active_version = 42
+            yield "the first token"
+
+        return StreamingResponse(body())
+
     @app.get("/ask")
     async def ask(model: str) -> Any:
         # vLLM's handlers run as tasks of their own
@@ -86,8 +95,9 @@ def test_every_response_names_its_version(app, path):
     assert "x-weightferry-version-start" not in response.headers
 
 
-def test_a_request_that_saw_a_reload_names_both_versions(app):
-    headers = get(app, "/reloads").headers
+@pytest.mark.parametrize("path", ["/reloads", "/streams"])
+def test_a_request_that_saw_a_reload_before_its_first_bytes_names_both_versions(app, path):
+    headers = get(app, path).headers
     assert (headers["x-weightferry-version-start"], headers["x-weightferry-version"]) == ("41", "42")
 
 

@@ -1,0 +1,201 @@
+"""Sixteen clients, streaming and not, while 200 versions are applied: no request fails, and each answer is
+that of the versions it names, token by token.
+
+With merged weights a request may outlive an apply: its tokens are then a beginning under one version and a
+continuation of that very beginning under a later one, never a mixture. The continuations are asked anew from
+the server, held at each version, after the load; that a server held at a version answers as a fresh engine
+does is checked before it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from fresh_engine import MAX_TOKENS, ask_fresh_engines
+from reissue import Reissuer, make_contents, reissuing
+from tiny_model import make_tiny_model
+from vllm_server import APPLY_DEADLINE_S, MODEL, LiveServer, live_server
+
+from weightferry.examples.demo_client import KEEP_IDLE_S, VERSION_AT_ARRIVAL_HEADER, VERSION_HEADER
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_CLIENTS = 16
+NUM_APPLIES = 200
+PROMPTS = [f"{i} + {7 * i} = " for i in range(6)] + ["alpha " * 30, "bravo " * 30]
+
+Tokens = list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """One response: its tokens, and the versions that were active at its arrival, head and end."""
+
+    prompt: str
+    tokens: Tokens
+    at_arrival: int
+    at_head: int
+    at_end: int
+    num_explained: int = 0
+    version: int = field(default=0)
+
+
+def ask_one(http: httpx.Client, prompt: str | Tokens, num_tokens: int) -> tuple[Tokens, httpx.Headers]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.0}
+    response = http.post("/v1/completions", json=body | {"ignore_eos": True, "return_token_ids": True})
+    response.raise_for_status()
+    return response.json()["choices"][0]["token_ids"], response.headers
+
+
+def tokenize(http: httpx.Client, prompt: str) -> Tokens:
+    return http.post("/tokenize", json={"model": MODEL, "prompt": prompt}).raise_for_status().json()["tokens"]
+
+
+def ask_streaming(http: httpx.Client, prompt: str) -> tuple[Tokens, httpx.Headers]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0, "stream": True}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    tokens: Tokens = []
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line.removeprefix("data: "))["choices"]
+                tokens += [token for choice in choices for token in choice["token_ids"] or ()]
+    return tokens, response.headers
+
+
+def answer_to(http: httpx.Client, prompt: str, *, is_streaming: bool) -> Answer:
+    if is_streaming:
+        tokens, headers = ask_streaming(http, prompt)
+        # its head came with the first token: what became active since is known from a later response
+        at_end = int(http.get("/health").headers[VERSION_HEADER])
+    else:
+        tokens, headers = ask_one(http, prompt, MAX_TOKENS)
+        at_end = int(headers[VERSION_HEADER])
+    at_head = int(headers[VERSION_HEADER])
+    at_arrival = int(headers.get(VERSION_AT_ARRIVAL_HEADER, at_head))
+    return Answer(
+        prompt=prompt,
+        tokens=tokens,
+        at_arrival=at_arrival,
+        at_head=at_head,
+        at_end=at_end,
+        version=at_arrival,
+    )
+
+
+class Load:
+    """Clients that ask without a pause until they are stopped; a failure ends the test."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._server, self._stop = server, threading.Event()
+        self.answers: list[Answer] = []
+
+    def run_while(self, act) -> None:
+        limits = httpx.Limits(max_connections=NUM_CLIENTS + 1, keepalive_expiry=KEEP_IDLE_S)
+        url = self._server.http.base_url
+        with (
+            httpx.Client(base_url=url, timeout=APPLY_DEADLINE_S, trust_env=False, limits=limits) as http,
+            ThreadPoolExecutor(NUM_CLIENTS) as pool,
+        ):
+            clients = [pool.submit(self._ask, http, number) for number in range(NUM_CLIENTS)]
+            try:
+                act()
+            finally:
+                self._stop.set()
+            for client in clients:
+                client.result(APPLY_DEADLINE_S)  # raises what failed
+
+    def _ask(self, http: httpx.Client, client: int) -> None:
+        turn = client
+        while not self._stop.is_set():
+            prompt = PROMPTS[turn % len(PROMPTS)]
+            self.answers.append(answer_to(http, prompt, is_streaming=client % 2 == 0))
+            turn += 1
+
+
+def apply_many(server: LiveServer, reissuer: Reissuer) -> None:
+    for _ in range(NUM_APPLIES):
+        server.wait_for_version(reissuer.issue())
+
+
+def explain(server: LiveServer, reissuer: Reissuer, answers: list[Answer]) -> None:
+    """Walk through each answer's versions, each continuing what is explained so far, until nothing is left.
+
+    A later change of versions is never worse: what a version continues, it continues from later on as well.
+    """
+    left = answers
+    while left:
+        number = reissuer.issue()
+        server.wait_for_version(number)
+        content = reissuer.content_of(number)
+        due = [a for a in left if reissuer.content_of(a.version) == content]
+        wanted = {(a.prompt, tuple(a.tokens[: a.num_explained])) for a in due}
+        known = continuations(server, sorted(wanted), number)
+        for answer in due:
+            continuation = known[answer.prompt, tuple(answer.tokens[: answer.num_explained])]
+            if not advance(answer, continuation):
+                answer.version = reissuer.next_after(answer.version)
+                assert answer.version <= answer.at_end, f"no version explains the rest of {answer}"
+        left = [answer for answer in left if answer.num_explained < len(answer.tokens)]
+
+
+def continuations(
+    server: LiveServer, wanted: list[tuple[str, tuple[int, ...]]], number: int
+) -> dict[tuple[str, tuple[int, ...]], Tokens]:
+    """What this version continues each prompt and beginning with."""
+    found = {}
+    tokens_of = {prompt: tokenize(server.http, prompt) for prompt, _ in wanted}
+    for prompt, beginning in wanted:
+        tokens = [*tokens_of[prompt], *beginning]
+        found[prompt, beginning], headers = ask_one(server.http, tokens, MAX_TOKENS - len(beginning))
+        assert int(headers[VERSION_HEADER]) == number
+    return found
+
+
+def advance(answer: Answer, continuation: Tokens) -> bool:
+    """Explain as much of the answer as this continuation of its beginning does; whether that is all."""
+    for expected in continuation:
+        if answer.tokens[answer.num_explained] != expected:
+            break
+        answer.num_explained += 1
+    assert answer.num_explained or answer.version < answer.at_head, (
+        f"its head names too early a version: {answer}"
+    )
+    return answer.num_explained == len(answer.tokens)
+
+
+@pytest.mark.parametrize("apply", ["merged", "fold", "adapter"])
+def test_under_load_no_request_fails_and_every_answer_is_that_of_the_versions_it_names(tmp_path, apply):
+    base = make_tiny_model(tmp_path / "base")
+    contents = make_contents(tmp_path, base, 3)
+    is_adapter = apply == "adapter"
+    starts = [(base, c.directory / "adapter") if is_adapter else (c.directory, None) for c in contents]
+    fresh = ask_fresh_engines(PROMPTS, starts)
+    exchange = tmp_path / "exchange"
+    with (
+        live_server(tmp_path, base, exchange, apply) as server,
+        reissuing(exchange, base, contents, keep=3, grace_s=1.0) as reissuer,
+    ):
+        for reference in fresh:
+            server.wait_for_version(reissuer.issue())
+            assert server.ask_greedy(PROMPTS)[0] == reference
+        load = Load(server)
+        load.run_while(lambda: apply_many(server, reissuer))
+        assert server.status()["refused"] == []
+        answers = load.answers
+        assert len(answers) > NUM_APPLIES
+        assert all(len(answer.tokens) == MAX_TOKENS for answer in answers)
+        if is_adapter:
+            for answer in answers:  # a request keeps the adapter that it was given
+                assert answer.at_arrival == answer.at_head
+                answer.at_end = answer.at_head
+        spanning = [answer for answer in answers if answer.at_end > answer.at_arrival]
+        assert is_adapter == (not spanning)
+        explain(server, reissuer, answers)
+        print(f"{apply}: {len(answers)} answers, {len(spanning)} of them across an apply; none failed")
