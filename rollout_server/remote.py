@@ -171,7 +171,7 @@ def _address(server: str) -> str:
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect would carry the token elsewhere."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
 
 

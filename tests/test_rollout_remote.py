@@ -71,7 +71,7 @@ def http_server() -> Iterator[Server]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
