@@ -37,9 +37,14 @@ def gather_all(tensors: Iterable[torch.Tensor], *, keep: bool) -> dict[int, torc
     Every rank gives the same tensors in the same order. With `keep` false they are dropped at once. The first
     error is raised after the last tensor. An unshard()ed copy would not do: it has FSDP's compute dtype.
     """
+    return gather_dealt([(tensors, keep)])
+
+
+def gather_dealt(lists: Iterable[tuple[Iterable[torch.Tensor], bool]]) -> dict[int, torch.Tensor]:
+    """As `gather_all`, for several lists, each with its own `keep`."""
     gathered: dict[int, torch.Tensor] = {}
     failure: Exception | None = None
-    for tensor in tensors:
+    for tensor, keep in ((tensor, keep) for tensors, keep in lists for tensor in tensors):
         try:
             whole = _whole(tensor)
             if keep and failure is None:
@@ -126,6 +131,23 @@ class ControlGroup:
         if "error" in told:
             raise _rebuild(0, told["error"])
         return told["value"]
+
+    def to_first(self, act: Callable[[], Any]) -> list[Any]:
+        """The JSON values that `act` returns on the ranks, in their order; only for rank 0, others get none.
+
+        An error of one rank is everybody's.
+        """
+        if self.world_size == 1:
+            return [self.together(act)]
+        meeting = f"{self._num_meetings + 1}"
+        keys = [f"{meeting}/record/{rank}" for rank in range(self.world_size)]
+        self.together(lambda: self._store.set(keys[self.rank], json.dumps(act())))
+        if self.rank != 0:
+            return []
+        values = [json.loads(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return values
 
     def close(self) -> None:
         """Leave the group."""

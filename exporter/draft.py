@@ -1,4 +1,4 @@
-"""One version on its way, on the rank that writes: its units, its adapter, the files around, the commit.
+"""One version on its way, on the rank that commits: its adapter, the files around the weights, the commit.
 
 Invariant: nothing here is collective. What the log names is never removed, whatever failed afterwards. Called
 by the publisher on rank 0. Follows docs/format.md [1] and [5].
@@ -12,10 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..shared.checkpoint import Checkpoint
 from ..shared.commit_log import LogEntry, slot_name
-from ..shared.errors import ConfigError
-from ..shared.exchange import Exchange, Version
+from ..shared.exchange import Version
 from ..shared.manifest import AdapterEntry
 from ..shared.merge import COMPUTE_DTYPE
 from ..shared.publication import ManifestFields, Publication
@@ -23,68 +21,58 @@ from ..shared.store import open_store
 from ..shared.writer import ExchangeWriter
 from .adapter_directory import AdapterView
 from .checkpoint_files import side_files
-from .checkpoint_names import CheckpointNames
+from .desk import Desk
 from .fidelity import summary
 from .layer_clone import Gathered
-from .live_base import LiveBase
-from .unit_merge import UnitMerge
-from .version_plan import UnitPlan
+from .part import PartRecord
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
-    """What the writing rank has at hand from start to end."""
+class About:
+    """What the publisher knows of a version: its kind, and the model's; `tied` as in CheckpointNames."""
 
-    exchange: Exchange
-    checkpoint: Checkpoint
-    live_base: LiveBase
-
-    @classmethod
-    def of(cls, exchange: Exchange | None) -> Desk:
-        if exchange is None or exchange.base_dir is None or exchange.base_digests is None:
-            raise ConfigError("rank 0 must open the exchange with its base: Exchange.open(url, base=DIR)")
-        checkpoint = Checkpoint.open(exchange.base_dir)
-        live_base = LiveBase(checkpoint, exchange.base_digests)
-        return cls(exchange=exchange, checkpoint=checkpoint, live_base=live_base)
+    published: str
+    world_size: int
+    device: str
+    tied: dict[str, str]
+    metrics: dict[str, Any]
 
 
 class Draft:
-    """Write the units and the adapter, then `commit`; `abandon` after any failure."""
+    """Write the adapter, then `commit`; `abandon` after any failure."""
 
-    def __init__(self, desk: Desk, writer: ExchangeWriter, names: CheckpointNames, step: int) -> None:
-        self._desk, self._names = desk, names
+    def __init__(self, desk: Desk, writer: ExchangeWriter, step: int) -> None:
+        self._desk = desk
         self._publication: Publication = writer.begin(step)
-        self._merge: UnitMerge | None = None
         self._adapter: AdapterEntry | None = None
 
-    def write_unit(self, plan: UnitPlan, gathered: Gathered) -> None:
-        self._merge = self._merge or UnitMerge(
-            publication=self._publication,
-            checkpoint=self._desk.checkpoint,
-            names=self._names,
-            live_base=self._desk.live_base,
-        )
-        self._merge.write(plan, gathered)
+    @property
+    def relative_dir(self) -> str:
+        return self._publication.relative_dir
 
     def write_adapter(self, view: AdapterView, gathered: Gathered) -> None:
         self._adapter = view.write(self._publication, gathered, self._desk.exchange.base.model)
 
-    def commit(
-        self, *, published: str, world_size: int, device: str, metrics: dict[str, Any]
-    ) -> dict[str, str]:
-        """Write the files around the weights, then commit; returns what `seen` makes the version of."""
-        if self._merge is not None:
+    def commit(self, about: About, parts: list[PartRecord]) -> dict[str, str]:
+        """Write the files around the weights, then commit; returns what `seen` makes the version of.
+
+        `parts`: what the ranks wrote of merged weights, if the version has any.
+        """
+        for part in parts:
+            self._publication.enter(part.files, part.tensors)
+        is_untied = any(part.untied for part in parts)
+        if about.published != "adapter":
             self._publication.write_index()
-            for name, data in side_files(self._desk.checkpoint.path, is_untied=bool(self._merge.untied)):
+            for name, data in side_files(self._desk.checkpoint.path, is_untied=is_untied):
                 self._publication.write_file(name, data)
         fields = ManifestFields(
-            published=published,
-            world_size=world_size,
+            published=about.published,
+            world_size=about.world_size,
             adapter=self._adapter,
-            metrics=metrics,
-            **self._merge_fields(self._merge, device),
+            metrics=about.metrics,
+            **self._merge_fields(about, parts, is_untied=is_untied),
         )
         entry = self._commit(fields)
         text = json.dumps(json.loads(entry.to_bytes()))
@@ -97,14 +85,15 @@ class Draft:
             if self._committed_entry() is None:
                 self._publication.abandon()
 
-    def _merge_fields(self, merge: UnitMerge | None, device: str) -> dict[str, Any]:
-        if merge is None:
+    def _merge_fields(self, about: About, parts: list[PartRecord], *, is_untied: bool) -> dict[str, Any]:
+        if about.published == "adapter":
             return {}
         dtype = str(COMPUTE_DTYPE).removeprefix("torch.")
+        figures = [item for part in parts for item in part.fidelity.items()]
         return {
-            "merge": {"rule": "exact", "dtype": dtype, "device": device},
-            "fidelity": summary(merge.fidelity),
-            "tied": () if merge.untied else tuple(sorted(self._names.tied.items())),
+            "merge": {"rule": "exact", "dtype": dtype, "device": about.device},
+            "fidelity": summary(dict(sorted(figures))),
+            "tied": () if is_untied else tuple(sorted(about.tied.items())),
         }
 
     def _commit(self, fields: ManifestFields) -> LogEntry:

@@ -1,7 +1,8 @@
 """Publishing a LoRA model that is in training: the exporter's public face.
 
 Invariants: the model is only read; every rank does the same collectives in the same order; a version appears
-on every rank or on none. Rank 0 writes. Called by the trainer and by people's own loops.
+on every rank or on none. Every rank that reaches the exchange merges and writes the units dealt to it; rank 0
+writes the adapter and commits. Called by the trainer and by people's own loops.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from ..shared.exchange import Exchange, Version
 from ..shared.manifest import PUBLISHED_KINDS
 from ..shared.retention import GRACE_S
 from ..shared.signing import SigningKey
+from ..shared.version_files import BaseShards
 from ..shared.writer import WRITER_TTL_S, ExchangeWriter
 from .adapter_directory import AdapterView
 from .checkpoint_names import CheckpointNames
-from .collectives import ControlGroup, gather_all
-from .draft import Desk, Draft, seen
+from .collectives import ControlGroup, gather_all, gather_dealt
+from .deal import Round, deal
+from .desk import Desk, desk_of_this_rank
+from .draft import About, Draft, seen
 from .model_walk import Unit, base_model, peft_model, reshard_all, walk
+from .part import Part, PartRecord
 from .refusals import (
     refuse_foreign_base,
     refuse_merged,
@@ -55,7 +60,8 @@ class Publisher:
 
     `model`: unsharded, DDP, FSDP2 or FSDP1 (PEFT first, then the outermost unit); it stays as it is, bit for
     bit. FSDP1 wants `use_orig_params=True`.
-    `exchange`: on rank 0 opened with `base=DIRECTORY`; other ranks may pass theirs or None. `publish`:
+    `exchange`: on rank 0 opened with `base=DIRECTORY`; other ranks may pass theirs or None, and write too if
+    they reach the same exchange and base directory. `publish`:
     "merged", "adapter" or "both". `deadline_s`: how long ranks wait for each other. `keep` (newest versions),
     `keep_every` (steps), `grace_s` and `signing_key` are `ExchangeWriter.become`'s and count on rank 0; by
     default nothing is deleted and nothing signed. Constructor, `publish` and `close` are collective.
@@ -82,13 +88,16 @@ class Publisher:
         self._has_merged, self._has_adapter = publish != "adapter", publish != "merged"
         self._adapter_keys: dict[str, dict[str, str | torch.Tensor]] = {}
         self._writer: ExchangeWriter | None = None
+        self._draft: Draft | None = None
+        self._base_shards: BaseShards = {}
         self._control = ControlGroup(deadline_s)
         try:
             self.run_id: str = self._control.from_first(lambda: run_id or f"run-{uuid.uuid4().hex[:8]}")
-            self._desk = self._control.together(lambda: self._check_request(exchange))
+            first_desk = self._control.together(lambda: self._check_request(exchange))
+            self._desk, self._all_write = desk_of_this_rank(self._control, first_desk)
             self._units, self._names = self._control.together(self._take_apart)
             self._signature = [unit.signature() for unit in self._units]
-            self._plans = self._survey()
+            self._plans, self._rounds = self._plan()
             become = partial(
                 ExchangeWriter.become,
                 run_id=self.run_id,
@@ -120,17 +129,18 @@ class Publisher:
         modules is no longer what it was when the publisher was made.
         """
         self._control.together(self._check_structure)
-        draft = self._control.together(lambda: self._begin(step))
         try:
-            if self._has_merged:
-                self._write_units(draft)
+            begun = self._control.from_first(lambda: self._begin(step))
+            records = self._write_units(begun) if self._has_merged else []
             if self._has_adapter:
-                self._write_adapter(draft)
-            told = self._control.from_first(lambda: self._commit(draft, metrics or {}))
+                self._write_adapter()
+            told = self._control.from_first(lambda: self._commit(records, metrics or {}))
         except BaseException:
-            if draft is not None:
-                draft.abandon()
+            if self._draft is not None:
+                self._draft.abandon()
             raise
+        finally:
+            self._draft = None
         return Ticket(seen(told))
 
     def close(self) -> None:
@@ -141,7 +151,7 @@ class Publisher:
         self._control.close()
 
     def _check_request(self, exchange: Exchange | None) -> Desk | None:
-        """Refuse what is wrong with the request itself; returns the desk of the rank that writes."""
+        """Refuse what is wrong with the request itself; returns the desk of rank 0."""
         if self._published not in PUBLISHED_KINDS:
             raise ConfigError(f"publish={self._published!r}; expected one of {', '.join(PUBLISHED_KINDS)}")
         model = peft_model(self._root)
@@ -165,10 +175,25 @@ class Publisher:
     def _walk(self) -> list[Unit]:
         return walk(base_model(self._root), residual_adapters(peft_model(self._root)))
 
+    def _plan(self) -> tuple[list[UnitPlan], list[Round]]:
+        """What every version writes of each unit, and which rank writes it; the same on every rank."""
+        plans = self._survey()
+
+        def tell() -> dict[str, Any]:
+            assert self._desk is not None  # asked on rank 0 only
+            specs = self._desk.checkpoint.specs
+            num_ranks = self._control.world_size if self._all_write else 1
+            rounds = deal([plan.size_bytes(specs) for plan in plans], num_ranks)
+            return {"plans": [plan.to_json() for plan in plans], "rounds": rounds}
+
+        told = self._control.from_first(tell)
+        pairs = zip(self._units, told["plans"], strict=True)
+        return [UnitPlan.from_json(unit, plan) for unit, plan in pairs], told["rounds"]
+
     def _survey(self) -> list[UnitPlan]:
         """Compare every live tensor with the base, unit by unit; rank 0 learns what each unit holds."""
         surveyor = None
-        if (desk := self._desk) is not None:
+        if self._control.rank == 0 and (desk := self._desk) is not None:
             surveyor = Surveyor(self._names, desk.checkpoint, desk.live_base, tries_merge=self._has_merged)
         for unit in self._units:
 
@@ -178,12 +203,10 @@ class Publisher:
                     surveyor.look(unit, gathered)
 
             self._control.together(look)
-        return self._control.together(
-            lambda: surveyor.plan() if surveyor else [UnitPlan(unit=unit) for unit in self._units]
-        )
+        return self._control.together(lambda: surveyor.plan() if surveyor else [])
 
     def _become_writer(self, become: Callable[[Exchange], ExchangeWriter]) -> None:
-        if self._desk is not None:
+        if self._control.rank == 0 and self._desk is not None:
             self._writer = become(self._desk.exchange)
 
     def _check_structure(self) -> None:
@@ -195,35 +218,56 @@ class Publisher:
                 "close it and make a new one"
             )
 
-    def _begin(self, step: int) -> Draft | None:
-        if self._desk is None or self._writer is None:
-            return None
-        return Draft(self._desk, self._writer, self._names, step)
+    def _begin(self, step: int) -> dict[str, Any]:
+        """Make the version's directory; returns what the other ranks need to write into it."""
+        assert self._desk is not None  # asked on rank 0 only
+        assert self._writer is not None
+        self._draft = Draft(self._desk, self._writer, step)
+        return {"dir": self._draft.relative_dir, "is_signed": self._writer.signing_key is not None}
 
-    def _write_units(self, draft: Draft | None) -> None:
-        """Gather, merge and write unit after unit; after a failure anywhere every rank stops at that unit."""
-        for plan in self._plans:
+    def _write_units(self, begun: dict[str, Any]) -> list[PartRecord]:
+        """Round after round, gather its units, then merge and write one on each rank.
 
-            def write(plan: UnitPlan = plan) -> None:
-                gathered = gather_all(plan.unit.changing(), keep=draft is not None)
-                if draft is not None:
-                    draft.write_unit(plan, gathered)
+        After a failure anywhere every rank stops at that round. Returns, on rank 0, what the ranks wrote.
+        """
+        part = None
+        if self._desk is not None:
+            part = Part(
+                self._desk,
+                self._names,
+                begun["dir"],
+                base_shards=self._base_shards,
+                is_signed=begun["is_signed"],
+            )
+        for dealt in self._rounds:
+            self._control.together(partial(self._write_round, part, dealt))
+        records = self._control.to_first(lambda: part.record().to_json() if part else None)
+        return [PartRecord.from_json(record) for record in records if record is not None]
 
-            self._control.together(write)
+    def _write_round(self, part: Part | None, dealt: Round) -> None:
+        plans = [(self._plans[index], rank == self._control.rank) for index, rank in dealt]
+        gathered = gather_dealt([(plan.unit.changing(), is_own) for plan, is_own in plans])
+        for plan, is_own in plans:
+            if part is not None and is_own:
+                part.write_unit(plan, gathered)
 
-    def _write_adapter(self, draft: Draft | None) -> None:
+    def _write_adapter(self) -> None:
         view = self._control.together(lambda: AdapterView(peft_model(self._root), self._adapter_keys))
 
         def write() -> None:
-            gathered = gather_all(view.tensors.values(), keep=draft is not None)
-            if draft is not None:
-                draft.write_adapter(view, gathered)
+            gathered = gather_all(view.tensors.values(), keep=self._draft is not None)
+            if self._draft is not None:
+                self._draft.write_adapter(view, gathered)
 
         self._control.together(write)
 
-    def _commit(self, draft: Draft | None, metrics: dict[str, Any]) -> dict[str, str]:
-        assert draft is not None  # asked on rank 0 only
-        device = next(self._root.parameters()).device.type
-        return draft.commit(
-            published=self._published, world_size=self._control.world_size, device=device, metrics=metrics
+    def _commit(self, records: list[PartRecord], metrics: dict[str, Any]) -> dict[str, str]:
+        assert self._draft is not None  # asked on rank 0 only
+        about = About(
+            published=self._published,
+            world_size=self._control.world_size,
+            device=next(self._root.parameters()).device.type,
+            tied=self._names.tied,
+            metrics=metrics,
         )
+        return self._draft.commit(about, records)

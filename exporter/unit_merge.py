@@ -1,7 +1,7 @@
 """One unit of a version: merge its adapted modules, round once, write what changes, link the rest.
 
-Invariant: called on the rank that writes, after everything was gathered; no collective may come from here.
-One unit's merged tensors live at a time, in float64. Follows docs/format.md [2], [4] and [6].
+Invariant: called on the rank that the unit is dealt to, after everything was gathered; no collective may come
+from here. One unit's merged tensors live at a time, in float64. Follows docs/format.md [2], [4] and [6].
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from ..shared.checkpoint import Checkpoint
 from ..shared.errors import UnsupportedError, WeightferryError
 from ..shared.merge import COMPUTE_DTYPE, round_merged
-from ..shared.publication import Publication
 from ..shared.tensor_bytes import TORCH_DTYPES, bytes_of
 from ..shared.tensor_files import TensorSpec
+from ..shared.version_files import VersionFiles
 from .checkpoint_names import CheckpointNames
 from .fidelity import Fidelity, measure
 from .layer_clone import Gathered, base_state, merged_state
@@ -31,9 +31,9 @@ _CHANGED_ADVICE = (
 
 @dataclass(slots=True, kw_only=True)
 class UnitMerge:
-    """Merges and writes the units of one publication; `untied` collects the pairs that differ by now."""
+    """Merges and writes one rank's units of one version; `untied` collects the pairs that differ by now."""
 
-    publication: Publication
+    files: VersionFiles
     checkpoint: Checkpoint
     names: CheckpointNames
     live_base: LiveBase
@@ -56,10 +56,10 @@ class UnitMerge:
             self._write_tie(tie, merged.pop(tie.spec.name, None), shard)
         assert not merged, f"merged but not planned: {sorted(merged)}"
         if shard:
-            self.publication.write_shard(f"{plan.unit.key}.safetensors", list(shard.values()))
+            self.files.write_shard(f"{plan.unit.key}.safetensors", list(shard.values()))
         if plan.unchanged:
             unchanged = [specs[name] for name in plan.unchanged]
-            self.publication.link_base_shard(f"{plan.unit.key}.same.safetensors", unchanged, read)
+            self.files.link_base_shard(f"{plan.unit.key}.same.safetensors", unchanged, read)
 
     def _merge(self, unit: Unit, gathered: Gathered) -> dict[str, torch.Tensor]:
         """Everything that changes, by in-memory names, in float64."""

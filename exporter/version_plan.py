@@ -8,7 +8,8 @@ the same tensors; only whether a tied pair is still equal shows in the values. F
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -45,6 +46,27 @@ class UnitPlan:
     changed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
     ties: tuple[Tie, ...] = ()
+
+    def size_bytes(self, specs: dict[str, TensorSpec]) -> int:
+        """What a version writes anew for it, at most."""
+        return sum(specs[name].size_bytes for name in self.changed) + sum(
+            tie.spec.size_bytes for tie in self.ties
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the unit, which every rank has of its own."""
+        ties = [asdict(tie) for tie in self.ties]
+        return {"changed": self.changed, "unchanged": self.unchanged, "ties": ties}
+
+    @classmethod
+    def from_json(cls, unit: Unit, value: dict[str, Any]) -> UnitPlan:
+        ties = (tie | {"spec": _spec_from_json(tie["spec"])} for tie in value["ties"])
+        return cls(
+            unit=unit,
+            changed=tuple(value["changed"]),
+            unchanged=tuple(value["unchanged"]),
+            ties=tuple(Tie(**tie) for tie in ties),
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,6 +178,10 @@ def plan_units(
             )
         )
     return plans
+
+
+def _spec_from_json(value: dict[str, Any]) -> TensorSpec:
+    return TensorSpec(name=value["name"], dtype=value["dtype"], shape=tuple(value["shape"]))
 
 
 def _in_memory(unit: Unit, gathered: Gathered) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:

@@ -26,6 +26,7 @@ from .publication import Publication
 from .retention import GRACE_S, Pruner, PruneReport, RetentionPolicy
 from .signing import SigningKey
 from .store import Store
+from .version_files import BaseShards
 
 WRITER_NAME = "writer.json"
 WRITER_TTL_S = 30.0
@@ -59,7 +60,7 @@ class ExchangeWriter:
         exchange.store.sweep(BASE_NAME)  # only a writer may: another one could be storing a shard there
         mend_pointer(exchange)
         self._beat = Beat(exchange.store, WRITER_NAME, self._content, ttl_s)
-        self.base_shards: dict[str, Any] = {}
+        self.base_shards: BaseShards = {}
 
     @classmethod
     def become(

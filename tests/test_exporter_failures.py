@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from exporter_ranks import CASES, base_hash, build, shard, train
+from exporter_ranks import CASES, Case, base_hash, build, shard, train
 from ranks import run_on_ranks
 from tiny_model import make_tiny_model
 from torch.distributed.tensor import DTensor
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from weightferry.exporter import unit_merge
 from weightferry.exporter.model_walk import base_model
 from weightferry.exporter.publisher import Publisher
+from weightferry.shared import durable
 from weightferry.shared.errors import BaseMismatchError, PublishError, UnsupportedError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.verify import verify_exchange
@@ -30,20 +31,24 @@ from weightferry.shared.verify import verify_exchange
 pytestmark = pytest.mark.ranks
 
 CASE = CASES["all-linear"]
+FOUR_LAYERS = Case(base="four layers", lora=CASE.lora)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("failures")
     make_tiny_model(path / "tiny")
+    make_tiny_model(path / FOUR_LAYERS.base, num_layers=4)
     return path
 
 
-def open_publisher(directory: Path, exchange_name: str, **options: Any) -> tuple[Publisher, Any]:
+def open_publisher(
+    directory: Path, exchange_name: str, case: Case = CASE, **options: Any
+) -> tuple[Publisher, Any]:
     """A publisher of the same trained model, sharded where there are ranks."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    model = shard(build(CASE, directory), dist.get_world_size() if dist.is_initialized() else 1)
-    exchange = Exchange.open(directory / exchange_name, base=directory / CASE.base) if is_first else None
+    model = shard(build(case, directory), dist.get_world_size() if dist.is_initialized() else 1)
+    exchange = Exchange.open(directory / exchange_name, base=directory / case.base) if is_first else None
     return Publisher(model, exchange, **options), model
 
 
@@ -80,8 +85,21 @@ FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "a full disk": (
         0,
         lambda: mock.patch(
-            "weightferry.shared.publication.Publication.write_shard",
+            "weightferry.shared.version_files.VersionFiles.write_shard",
             side_effect=OSError(errno.ENOSPC, "No space left on device"),
+        ),
+    ),
+    "a full disk, for another rank than the first": (
+        1,
+        lambda: mock.patch(
+            "weightferry.shared.version_files.VersionFiles.write_shard",
+            side_effect=OSError(errno.ENOSPC, "No space left on device"),
+        ),
+    ),
+    "merging, on another rank than the first": (
+        1,
+        lambda: mock.patch.object(
+            unit_merge, "merged_state", failing_at(3, unit_merge.merged_state, RuntimeError("no merge"))
         ),
     ),
     "selecting the adapter's tensors": (
@@ -99,7 +117,7 @@ FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
 
 def publish_under(directory: Path, fault: str) -> tuple[str, float, int]:
     """Publish, publish with the fault, publish again; returns what the fault's publication said."""
-    publisher, model = open_publisher(directory, f"fault-{fault[:8]}")
+    publisher, model = open_publisher(directory, f"fault-{fault}")
     before = base_hash(model)
     with publisher:
         publisher.publish(1).wait()
@@ -121,30 +139,70 @@ def test_a_failure_on_one_rank_is_said_alike_on_all_and_the_next_publish_works(d
     first, second = run_on_ranks(publish_under, directory, fault, world_size=2)
     assert first[0] == second[0]
     assert max(first[1], second[1]) < 10
-    exchange = Exchange.open(directory / f"fault-{fault[:8]}")
+    exchange = Exchange.open(directory / f"fault-{fault}")
     assert [version.step for version in exchange.versions()] == [1, 3]
     assert exchange.versions()[-1].number == first[2] == second[2]
     assert verify_exchange(exchange) == []
     assert len(list((exchange.path / "versions").iterdir())) == 2
 
 
-def count_gathers_when_the_first_unit_fails(directory: Path) -> int:
-    publisher, _ = open_publisher(directory, "stops-early", publish="merged")
+def count_gathers_when_the_first_round_fails(directory: Path, failing_rank: int) -> int:
+    publisher, _ = open_publisher(directory, f"stops-early-{failing_rank}", FOUR_LAYERS, publish="merged")
     counted = mock.Mock(side_effect=lambda tensor: real(tensor))
     real = DTensor.full_tensor
     wrong = mock.patch.object(unit_merge, "merged_state", side_effect=RuntimeError("no merge"))
     with publisher, mock.patch.object(DTensor, "full_tensor", lambda tensor: counted(tensor)):
-        with wrong if dist.get_rank() == 0 else mock.MagicMock(), pytest.raises(PublishError):
+        with (
+            wrong if dist.get_rank() == failing_rank else mock.MagicMock(),
+            pytest.raises(PublishError, match=f"rank {failing_rank} failed: RuntimeError: no merge"),
+        ):
             publisher.publish(1)
         until_failure, counted.call_count = counted.call_count, 0
         publisher.publish(2)
-        assert counted.call_count == 2 * until_failure  # two layers carry adapters, the outer unit none
+        assert counted.call_count == 2 * until_failure  # four layers carry adapters, the outer unit none
     return until_failure
 
 
-def test_after_a_failure_no_rank_goes_on_to_the_next_unit(directory):
-    first, second = run_on_ranks(count_gathers_when_the_first_unit_fails, directory, world_size=2)
-    assert first == second == 7 * 3 + 3  # seven modules with W, A and B, three of them with a bias
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_after_a_failure_no_rank_goes_on_to_the_next_round(directory, failing_rank):
+    first, second = run_on_ranks(
+        count_gathers_when_the_first_round_fails, directory, failing_rank, world_size=2
+    )
+    # a round is a layer for each rank: seven modules with W, A and B, three of them with a bias
+    assert first == second == 2 * (7 * 3 + 3)
+
+
+def die_while_writing(directory: Path) -> tuple[str, float]:
+    publisher, _ = open_publisher(directory, "dies-writing", publish="merged")
+    start = time.monotonic()
+    with (
+        mock.patch("weightferry.exporter.collectives.SETTLE_S", 3.0),
+        killed_at_second_write() if dist.get_rank() == 1 else mock.MagicMock(),
+        pytest.raises(PublishError) as caught,
+    ):
+        publisher.publish(1)
+    return str(caught.value), time.monotonic() - start
+
+
+def killed_at_second_write() -> Any:
+    """The process ends itself when it has written a file's header, and would write its first tensor."""
+
+    def write(file: durable.NewFile, data: Any) -> None:
+        if file.digest.size_bytes:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(file, data)
+
+    real = durable.NewFile.write
+    return mock.patch.object(durable.NewFile, "write", write)
+
+
+def test_another_rank_killed_while_it_writes_is_named_within_seconds_and_nothing_is_left(directory):
+    (said, seconds), _ = run_on_ranks(die_while_writing, directory, world_size=2, may_die=[1])
+    assert "rank 1 failed: it died, or hangs" in said
+    assert seconds < 10
+    exchange = Exchange.open(directory / "dies-writing")
+    assert exchange.versions() == []
+    assert list((exchange.path / "versions").iterdir()) == []
 
 
 def die_in_the_middle(directory: Path) -> tuple[str, float]:
