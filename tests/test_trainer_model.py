@@ -95,6 +95,14 @@ def test_a_module_that_is_trained_whole_learns_beside_float32_factors(base: Chec
     assert all(parameter.grad is not None for parameter in trained_parameters(policy))
 
 
+def test_single_tokens_of_tied_embeddings_learn_in_one_unit(tmp_path: Path, ranks: Ranks):
+    tied = Checkpoint.open(make_tiny_model(tmp_path, tied=True))
+    lora = {"r": 4, "target_modules": ["q_proj"], "trainable_token_indices": [3, 40]}
+    policy = shard_policy(load(tied, lora=lora), ranks.mesh())
+    policy(input_ids=torch.tensor([[3, 4, 40]]), use_cache=False).logits.float().sum().backward()
+    assert all(parameter.grad is not None for parameter in trained_parameters(policy))
+
+
 def test_trained_biases_beside_float32_factors_are_refused_with_the_way_out(base: Checkpoint, ranks: Ranks):
     lora = {"r": 4, "target_modules": ["q_proj"], "bias": "all"}
     with pytest.raises(UnsupportedError, match=r'set model\.dtype = "float32"'):

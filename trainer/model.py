@@ -37,6 +37,7 @@ def load_policy(base: Checkpoint, settings: ModelSettings, lora: LoraConfig, *, 
         raise ConfigError(f"lora: PEFT cannot put this adapter on {base.path}: {error}") from None
     if not isinstance(policy, PeftModel):
         raise UnsupportedError(f"lora: PEFT made a {type(policy).__name__} of {base.path}, not a PeftModel")
+    _order_names(policy)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return policy.train()
@@ -44,7 +45,11 @@ def load_policy(base: Checkpoint, settings: ModelSettings, lora: LoraConfig, *, 
 
 def shard_policy(policy: PeftModel, mesh: DeviceMesh) -> PeftModel:
     """Shard in place: separately trained modules first, then each decoder layer, then the rest."""
-    units = [*_separate_modules(policy), *_decoder_layers(policy.get_base_model()), policy]
+    units: list[list[nn.Module]] = [
+        *_separate_modules(policy),
+        *([layer] for layer in _decoder_layers(policy.get_base_model())),
+        [policy],
+    ]
     _check_dtypes(units)
     for unit in units:
         fully_shard(unit, mesh=mesh)
@@ -75,6 +80,14 @@ def _load_base(base: Checkpoint, settings: ModelSettings) -> PreTrainedModel:
         raise UnsupportedError(f"transformers cannot load {base.path} for training: {first_line}") from None
 
 
+def _order_names(policy: PeftModel) -> None:
+    """PEFT saves sets of names in an order that each process draws anew; versions must not show it."""
+    for config in policy.peft_config.values():
+        for name, value in vars(config).items():
+            if isinstance(value, set):
+                setattr(config, name, sorted(value))
+
+
 def _main_dtype(base: Checkpoint) -> torch.dtype:
     """What most of the checkpoint's elements are held in."""
     elements = Counter[str]()
@@ -92,19 +105,26 @@ def _decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if type(module).__name__ in blocks)
 
 
-def _separate_modules(policy: nn.Module) -> Iterator[nn.Module]:
-    """What PEFT trains whole (modules_to_save, tokens): in the base's dtype, beside float32 LoRA factors."""
-    return (module for module in policy.modules() if isinstance(module, AuxiliaryTrainingWrapper))
+def _separate_modules(policy: nn.Module) -> list[list[nn.Module]]:
+    """What PEFT trains whole (modules_to_save, tokens): in the base's dtype, beside float32 LoRA factors.
+
+    Tied ones share parameters, which FSDP2 manages in one unit only.
+    """
+    modules: list[nn.Module] = [m for m in policy.modules() if isinstance(m, AuxiliaryTrainingWrapper)]
+    held = [parameter for module in modules for parameter in module.parameters()]
+    is_tied = len(held) != len(set(held))
+    return [modules] if is_tied else [[module] for module in modules]
 
 
-def _check_dtypes(units: list[nn.Module]) -> None:
+def _check_dtypes(units: list[list[nn.Module]]) -> None:
     """FSDP2 wants one dtype among the trained parameters of a unit (torch 2.13, _fsdp_param_group.py)."""
     managed: set[nn.Parameter] = set()
     for unit in units:
-        own = [parameter for parameter in trained_parameters(unit) if parameter not in managed]
+        trained = [parameter for module in unit for parameter in trained_parameters(module)]
+        own = [parameter for parameter in trained if parameter not in managed]
         managed.update(own)
         if len(dtypes := {str(parameter.dtype) for parameter in own}) > 1:
             raise UnsupportedError(
-                f"a {type(unit).__name__} has trained parameters in {' and '.join(sorted(dtypes))}, which "
+                f"a {type(unit[0]).__name__} has trained parameters in {' and '.join(sorted(dtypes))}, which "
                 'FSDP cannot shard together; set model.dtype = "float32", or train no biases of the base'
             )
