@@ -101,10 +101,10 @@ def _mrope(kind: str) -> dict[str, Any]:
 
 
 def _deepseek() -> Any:
-    sizes = _text(
+    sizes: dict[str, Any] = _text(
         num_key_value_heads=4, head_dim=8, moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=4
     )
-    heads = {
+    heads: dict[str, Any] = {
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
         "qk_rope_head_dim": 8,
@@ -115,7 +115,7 @@ def _deepseek() -> Any:
 
 
 def _qwen3_next() -> Any:
-    linear = {
+    linear: dict[str, Any] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
@@ -128,7 +128,12 @@ def _qwen3_next() -> Any:
 
 
 def _gemma3() -> Any:
-    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     return transformers.Gemma3Config(
         text_config=_text(query_pre_attn_scalar=16),
         vision_config=vision | {"image_size": 28, "patch_size": 14},

@@ -7,7 +7,7 @@ several layers share makes the whole model one unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class Sharding:
     """`world_size` 0: no process group at all. `is_float32`: it takes only parameters of one dtype."""
 
     world_size: int
-    apply: Callable[[Any], nn.Module]
+    apply: Callable[[Any], Any]
     is_float32: bool = False
 
 
@@ -59,7 +59,7 @@ def fsdp2(model: Any, *shape: int, layers: Iterable[nn.Module] | None = None, **
     return model
 
 
-def shares_parameters(units: list[nn.Module]) -> bool:
+def shares_parameters(units: Sequence[nn.Module]) -> bool:
     owners = [parameter for unit in units for parameter in set(unit.parameters())]
     return len(owners) != len(set(owners))
 
@@ -119,7 +119,7 @@ def fsdp1(model: Any, **options: Any) -> nn.Module:
     return fsdp1_wraps.layers(model, **options)
 
 
-def fsdp1_of(world_size: int, apply: Callable[[Any], nn.Module] = fsdp1) -> Sharding:
+def fsdp1_of(world_size: int, apply: Callable[[Any], Any] = fsdp1) -> Sharding:
     return Sharding(world_size=world_size, apply=apply, is_float32=True)
 
 

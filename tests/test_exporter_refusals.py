@@ -19,6 +19,7 @@ from peft import (
     PeftModel,
     PromptTuningConfig,
     TaskType,
+    VBLoRAConfig,
     create_arrow_model,
     get_peft_model,
 )
@@ -34,6 +35,7 @@ from weightferry.shared.errors import BaseMismatchError, ConfigError, Unsupporte
 from weightferry.shared.exchange import Exchange
 
 Q: dict[str, Any] = {"target_modules": ["q_proj"]}
+VECTORS: dict[str, Any] = {"r": 4, "num_vectors": 16, "vector_length": 4, "topk": 2}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
         ("adapter", "both"),
         r"init_lora_weights='olora', which changes the base .* Use init_lora_weights=true, or publish",
     ),
+    "computed when saved": (
+        lambda d: get_peft_model(load(d), VBLoRAConfig(**Q, **VECTORS, save_only_topk_weights=True)),
+        ("adapter", "both"),
+        r"PEFT computes \S+ when it saves adapter 'default', .* publish the merged weights alone",
+    ),
     "quantised": (
         quantised,
         ("merged", "adapter"),
@@ -134,6 +141,28 @@ def test_its_adapter_alone_may_still_be_published(directory, tmp_path, name):
     model.save_pretrained(tmp_path / "peft")
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (version.path / "adapter" / file).read_bytes() == (tmp_path / "peft" / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["QuantLinearGPTQ", "EetqLinear", "Linear8bitLt", "HQQLinear", "AwqGEMM"])
+def test_every_quantised_layer_is_known_by_its_name(directory, tmp_path, kind):
+    """The packages behind them need GPUs of their own; their classes are known by name alone."""
+    model = adapted(directory)
+    mlp = base_model(model).model.layers[0].mlp
+    mlp.up_proj.__class__ = type(kind, (nn.Linear,), {})
+    exchange = Exchange.open(tmp_path / "exchange", base=directory / "tiny")
+    with pytest.raises(UnsupportedError, match=rf"up_proj is a quantised {kind}: .* without quantization"):
+        Publisher(model, exchange, publish="merged")
+
+
+@pytest.mark.parametrize("start", ["corda", "loftq", "lora_ga"])
+def test_starts_that_change_the_base_by_means_not_tried_here_are_refused(directory, tmp_path, start):
+    model = adapted(directory)
+    model.peft_config["default"].init_lora_weights = start
+    exchange = Exchange.open(tmp_path / "exchange", base=directory / "tiny")
+    with pytest.raises(
+        UnsupportedError, match=rf"init_lora_weights='{start}', .* Use init_lora_weights=true"
+    ):
+        Publisher(model, exchange, publish="merged")
 
 
 def test_a_tuner_that_no_rule_knows_is_tried_before_it_is_accepted(directory, tmp_path):

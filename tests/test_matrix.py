@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from matrix import ABSENT, document, every_cell, run, thin_cells
+from matrix import ABSENT, DOCUMENT, document, every_cell, run, thin_cells
 from matrix_cells import Cell
 from matrix_families import FAMILIES
 from matrix_shardings import SHARDINGS
@@ -30,6 +30,11 @@ def test_every_family_variant_and_sharding_is_published_right_in_some_cell(tmp_p
 @pytest.mark.timeout(7200)
 def test_the_three_faces_of_the_matrix_are_published_right(tmp_path: Path):
     assert bad(run(every_cell(), tmp_path, print)) == {}
+
+
+def test_the_document_is_of_this_matrix_and_has_no_bad_cell():
+    everything_good = dict.fromkeys(every_cell(), "")
+    assert DOCUMENT.read_text(encoding="utf-8") == document(everything_good)
 
 
 def test_a_bad_cell_shows_in_the_document():
