@@ -92,8 +92,14 @@ def test_bad_usage_is_one_line_and_starts_nothing(demo_dir):
     assert not (demo_dir / "other").exists()
 
 
+def _heed_interrupts() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and so everything that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_interrupting_the_demo_ends_both_jobs(demo_dir, tmp_path):
-    with subprocess.Popen([*DEMO, "--dir", str(demo_dir)], stdout=subprocess.PIPE, text=True) as demo:
+    command = [*DEMO, "--dir", str(demo_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:
             if line.startswith("server:"):
