@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..shared.errors import ApplyError
+from ..shared.errors import DivergedError, IncompatibleError
 from ..shared.exchange import Version
 from ..shared.manifest import AdapterEntry, FileEntry, Manifest
 from ..shared.tensor_files import TensorSpec, read_header
@@ -33,21 +33,26 @@ def stage_adapter(stager: Stager, version: Version, base: dict[str, TensorSpec])
     """Fetch a version's adapter and check it; its local directory and its tensor count."""
     entry = version.manifest.adapter
     if entry is None:
-        raise ApplyError("it holds no adapter: publish 'adapter' or 'both', or serve with --apply merged")
+        raise IncompatibleError(
+            "it holds no adapter: publish 'adapter' or 'both', or serve with --apply merged"
+        )
     stager.stage(version, adapter_files(version.manifest))
     directory = stager.directory(version.number) / entry.dir.removeprefix(f"{version.dir}/")
     return directory, check_adapter(directory, entry, base)
 
 
 def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSpec]) -> int:
-    """Raise ApplyError unless the directory holds the manifest's adapter whole; returns its tensor count."""
+    """The tensor count of the manifest's adapter, which the directory holds whole.
+
+    IncompatibleError if it does not, or vLLM could not serve it; DivergedError if it is not finite.
+    """
     _check_config(json.loads((directory / CONFIG_NAME).read_bytes()))
     specs = {name: slot.spec for name, slot in read_header(directory / WEIGHTS_NAME).items()}
     expected: dict[str, tuple[int, ...]] = {}
     for module in entry.modules:
         weight = base.get(f"{module.name}.weight")
         if weight is None or len(weight.shape) != 2:
-            raise ApplyError(
+            raise IncompatibleError(
                 f"the adapter targets {module.name}, which is no linear layer of the base: use --apply merged"
             )
         size_out, size_in = weight.shape
@@ -56,7 +61,9 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
     for name in sorted(expected.keys() | specs.keys()):
         found = specs[name].shape if name in specs else None
         if expected.get(name) != found:
-            raise ApplyError(f"adapter tensor {name}: shape {expected.get(name)} expected, {found} found")
+            raise IncompatibleError(
+                f"adapter tensor {name}: shape {expected.get(name)} expected, {found} found"
+            )
     _check_finite(directory / WEIGHTS_NAME, list(specs))
     return len(specs)
 
@@ -64,12 +71,14 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
 def _check_config(config: dict) -> None:
     """What vLLM's adapters cannot do, or do silently wrong, and what is more to fold than a product."""
     if config.get("peft_type") != "LORA":
-        raise ApplyError(
+        raise IncompatibleError(
             f"LoRA is served and folded, this adapter is {config.get('peft_type')}: use LoRA, "
             "or serve with --apply merged"
         )
     if config.get("bias", "none") != "none":
-        raise ApplyError("an adapter with biases is neither served nor folded: serve with --apply merged")
+        raise IncompatibleError(
+            "an adapter with biases is neither served nor folded: serve with --apply merged"
+        )
     refused = {
         "use_dora": "DoRA",
         "lora_bias": "lora_bias",
@@ -81,7 +90,7 @@ def _check_config(config: dict) -> None:
     }
     for key, words in refused.items():
         if config.get(key):
-            raise ApplyError(
+            raise IncompatibleError(
                 f"an adapter with {words} is neither served nor folded: serve with --apply merged"
             )
 
@@ -89,4 +98,4 @@ def _check_config(config: dict) -> None:
 def _check_finite(path: Path, names: list[str]) -> None:
     for name, tensor in read_tensors(path, names):
         if not tensor.isfinite().all():
-            raise ApplyError(f"adapter tensor {name} is not finite: the training diverged")
+            raise DivergedError(f"adapter tensor {name} is not finite: the training diverged")

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from ..shared.errors import ApplyError
+from ..shared.errors import SlowStorageError
 
 SLOWEST_BYTES_PER_S = 20_000_000
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Background:
         threading.Thread(target=self._work, name="weightferry-files", daemon=True).start()
 
     async def run(self, what: str, act: Callable[[], T], *, num_bytes: int = 0) -> T:
-        """The result of `act`, or its error, or ApplyError when the deadline for so many bytes passes."""
+        """The result of `act`, or its error; SlowStorageError when the deadline for so many bytes passes."""
         deadline_s = self._deadline_s + num_bytes / SLOWEST_BYTES_PER_S
         future: Future[T] = Future()
         self._calls.put((act, future))
@@ -38,7 +38,7 @@ class Background:
         done, _ = await asyncio.wait({call}, timeout=deadline_s)
         if not done:
             future.cancel()  # one that has not begun never will
-            raise ApplyError(f"{what} did not end within {deadline_s:.0f} s")
+            raise SlowStorageError(f"{what} did not end within {deadline_s:.0f} s")
         return call.result()
 
     def _work(self) -> None:

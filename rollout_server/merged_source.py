@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..shared.checkpoint import Checkpoint
 from ..shared.digest import xxh3_128
-from ..shared.errors import ApplyError, IntegrityError
+from ..shared.errors import DivergedError, IncompatibleError, IntegrityError
 from ..shared.exchange import Version
 from ..shared.manifest import AdapterModule, Manifest
 from ..shared.tensor_files import plan_file
@@ -36,7 +36,7 @@ class MergedSource(Protocol):
         ...
 
     def stage(self, version: Version) -> WeightSet:
-        """Fetch and check; ApplyError or IntegrityError names what is wrong. The caller drops the files."""
+        """Fetch and check; an ApplyError or IntegrityError says what is wrong. The caller drops the files."""
         ...
 
 
@@ -53,7 +53,7 @@ class ShardSource:
     def stage(self, version: Version) -> WeightSet:
         manifest = version.manifest
         if not manifest.tensors:
-            raise ApplyError(
+            raise IncompatibleError(
                 "it holds no merged weights: publish 'merged' or 'both', or use --apply fold or adapter"
             )
         staged = self._stager.stage(version, own_weight_files(manifest))
@@ -91,7 +91,7 @@ class FoldSource:
         )
         for tensor in version.manifest.tensors:
             if (found := wanted.digests.get(tensor.name)) != tensor.xxh3_128:
-                raise ApplyError(
+                raise IncompatibleError(
                     f"{tensor.name} is {found} when folded here, {tensor.xxh3_128} as the trainer merged it: "
                     "serve with --apply merged"
                 )
@@ -139,7 +139,7 @@ class FoldSource:
         is_tied = any(part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
         for module in modules:
             if is_tied and module.name.rpartition(".")[2] in ("lm_head", "embed_tokens"):
-                raise ApplyError(
+                raise IncompatibleError(
                     f"the adapter targets {module.name}, which the base ties to another matrix: leave it "
                     "unadapted"
                 )
@@ -151,7 +151,7 @@ def _weight_name(module: AdapterModule) -> str:
 
 def _require_finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.isfinite().all():
-        raise ApplyError(f"{name} is not finite: the training diverged")
+        raise DivergedError(f"{name} is not finite: the training diverged")
     return tensor
 
 

@@ -20,6 +20,7 @@ from .cache_dir import take_cache_dir
 from .control import Control
 from .engine import VllmEngine, require_fitting_start, require_tested_version
 from .merged_source import FoldSource, ShardSource
+from .metrics import Metrics
 from .settings import ServerSettings
 from .stager import Stager
 from .state import ServerState
@@ -66,16 +67,22 @@ class RolloutPlugin:
         identity, digests = await asyncio.to_thread(identify_base, base)
         self._state.base = identity.to_json()
         background = Background(self._settings.deadline)
-        applier = self._applier(engine, background, base, digests)
-        watcher = Watcher(self._settings, self._state, applier, background, identity)
+        stager = Stager(take_cache_dir(self._settings.cache_dir))
+        applier = self._applier(engine, stager, background, base, digests)
+        metrics = Metrics(self._state, lambda: stager.fetched_bytes)
+        watcher = Watcher(self._settings, self._state, applier, background, identity, metrics)
         self._control.steer(watcher)
         await watcher.look()
         self._task = asyncio.create_task(watcher.run())
 
     def _applier(
-        self, engine: VllmEngine, background: Background, base: Checkpoint, digests: dict[str, str]
+        self,
+        engine: VllmEngine,
+        stager: Stager,
+        background: Background,
+        base: Checkpoint,
+        digests: dict[str, str],
     ) -> Applier:
-        stager = Stager(take_cache_dir(self._settings.cache_dir))
         if self._settings.apply == "adapter":
             return AdapterApplier(engine, stager, self._state, background, base, engine.public_name)
         source = (FoldSource if self._settings.apply == "fold" else ShardSource)(stager, base, digests)

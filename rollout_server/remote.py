@@ -219,7 +219,8 @@ def _print_status(status: Json) -> None:
         )
     for entry in status["refused"]:
         again = "for good" if entry["is_final"] else "will be tried again"
-        print(f"  refused   {entry['number']} ({again}, {entry['tries']} tries): {entry['reason']}")
+        marks = f"{entry['kind']}, {entry['tries']} tries, {again}"
+        print(f"  refused   {entry['number']} ({marks}): {entry['reason']}")
     for row in status.get("versions", ()):
         marks = [word for word in ("active", "pinned") if row[f"is_{word}"]]
         marks += ["refused"] if row["refused"] else []

@@ -18,10 +18,13 @@ from ..shared.manifest import FileEntry
 
 
 class Stager:
-    """Copies versions below one cache directory, which is this process's own (`take_cache_dir`)."""
+    """Copies versions below one cache directory, which is this process's own (`take_cache_dir`).
+
+    `fetched_bytes` counts all that was ever copied, of versions that were refused, too.
+    """
 
     def __init__(self, cache_dir: Path) -> None:
-        self._root = cache_dir
+        self._root, self.fetched_bytes = cache_dir, 0
         for leftover in cache_dir.glob("version-*"):  # of a server that was killed
             shutil.rmtree(leftover)
 
@@ -52,6 +55,7 @@ class Stager:
                 while digest.size_bytes <= entry.size_bytes and (block := source.read(READ_BLOCK_BYTES)):
                     digest.update(block)
                     copy.write(block)
+                    self.fetched_bytes += len(block)
         except FileNotFoundError:
             raise IntegrityError(where, "is missing") from None
         entry.check(digest, where)

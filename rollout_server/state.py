@@ -7,7 +7,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .refusals import RefusalKind
+
 NUM_REMEMBERED = 100
+STATES = ("starting", "serving", "applying", "unhealthy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,7 @@ class Refusal:
     """A version that could not be made active; `retry_at` is by the watcher's clock, None for never."""
 
     number: int
+    kind: RefusalKind
     reason: str
     tries: int
     retry_at: float | None
@@ -37,6 +41,7 @@ class Refusal:
     def to_json(self) -> dict[str, Any]:
         return {
             "number": self.number,
+            "kind": self.kind,
             "reason": self.reason,
             "tries": self.tries,
             "is_final": self.retry_at is None,
@@ -45,7 +50,7 @@ class Refusal:
 
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """`state`: "starting", "serving", "applying" or "unhealthy"; the last is for good."""
+    """`state` is one of STATES; "unhealthy" is for good."""
 
     apply: str
     exchange: str
@@ -61,6 +66,7 @@ class ServerState:
     base: dict[str, Any] | None = None
     applied: list[Applied] = field(default_factory=list)
     refused: dict[int, Refusal] = field(default_factory=dict)
+    num_leases: int = 0
     # both kept by the middleware: how many requests use each version's adapter, and their tasks
     in_use: Counter[int] = field(default_factory=Counter)
     in_flight: set[asyncio.Future] = field(default_factory=set)

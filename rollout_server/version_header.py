@@ -18,6 +18,7 @@ from .state import ServerState
 VERSION_HEADER = b"x-weightferry-version"
 VERSION_AT_ARRIVAL_HEADER = b"x-weightferry-version-start"
 STATUS_PATH = "/weightferry/status"
+ALWAYS_ANSWERED = (STATUS_PATH, "/metrics")  # they show what is wrong, and nothing that weights made
 
 
 class Request:
@@ -73,7 +74,7 @@ class VersionHeader:
         response = _Response(send, request)
         token = _request.set(request)
         try:
-            if scope["path"] == STATUS_PATH:
+            if scope["path"] in ALWAYS_ANSWERED:
                 await self._app(scope, receive, response.send)
             elif state.unhealthy_reason or not await self._finished(scope, receive, response, state):
                 await response.refuse(state.unhealthy_reason)

@@ -17,12 +17,14 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from ..shared.base import BaseIdentity
-from ..shared.errors import ApplyError, ExchangeNotFoundError, WeightferryError
+from ..shared.errors import ApplyError, BaseMismatchError, ExchangeNotFoundError, WeightferryError
 from ..shared.exchange import Exchange, Version
 from ..shared.pointer import require_log_reaches_pointer
 from ..shared.watch import INTERVAL_S, MIN_GAP_S, Watch
 from .applier import Applier, Outcome
 from .background import Background
+from .metrics import Metrics
+from .refusals import kind_of
 from .settings import ServerSettings
 from .state import Applied, Refusal, ServerState
 
@@ -39,10 +41,12 @@ class Watcher:
         applier: Applier,
         background: Background,
         base: BaseIdentity,
+        metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._state, self._applier, self._base = settings, state, applier, base
-        self._background, self._clock, self._checking_key = background, clock, settings.checking_key
+        self._background, self._metrics, self._clock = background, metrics, clock
+        self._checking_key = settings.checking_key
         self._exchange: Exchange | None = None
         self._watch: Watch | None = None
         self._wake, self._num_failures = asyncio.Event(), 0
@@ -213,9 +217,12 @@ class Watcher:
         wait_s = self._settings.retry_after(tries)
         # what is not ours carries no words of its own about what it is
         reason = str(error) if isinstance(error, WeightferryError | OSError) else repr(error)
+        kind = kind_of(error)
+        self._metrics.count_refusal(kind)
         self._state.refuse(
             Refusal(
                 number=version.number,
+                kind=kind,
                 reason=reason,
                 tries=tries,
                 retry_at=None if wait_s is None else self._clock() + wait_s,
@@ -235,7 +242,9 @@ class Watcher:
         self._state.active_step, self._state.run_id = version.step, version.run_id
         self._state.why = f"version {version.number} was applied"
         self._state.refused.pop(version.number, None)
-        self._state.remember(_applied(version, outcome, total_s))
+        applied = _applied(version, outcome, total_s)
+        self._state.remember(applied)
+        self._metrics.count_apply(applied)
         logger.info(
             "rollout_server: version %d (step %d) answers; paused %.0f ms",
             version.number,
@@ -246,16 +255,18 @@ class Watcher:
     async def _apply_leased(self, exchange: Exchange, version: Version) -> Outcome:
         lease = exchange.open_version(version.number, reader=self._reader)
         opened = await self._background.run("taking the lease", lease.__enter__)
+        self._state.num_leases += 1
         try:
             manifest = await self._background.run("reading the manifest", lambda: opened.manifest)
             if manifest.exchange_id != exchange.exchange_id or not manifest.base.is_same_as(self._base):
-                raise ApplyError("its manifest belongs to another exchange or another base")
+                raise BaseMismatchError("its manifest belongs to another exchange or another base")
             return await self._applier.apply(opened)
         finally:
             await self._give_back(lambda: lease.__exit__(None, None, None))
 
     async def _give_back(self, release: Callable[[], object]) -> None:
         """A lease that cannot be given back ends by its ttl; what was applied stays applied."""
+        self._state.num_leases -= 1
         try:
             await self._background.run("giving the lease back", release)
         except Exception as error:

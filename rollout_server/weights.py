@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..shared.checkpoint import Checkpoint
-from ..shared.errors import ApplyError, IntegrityError
+from ..shared.errors import IncompatibleError, IntegrityError
 from ..shared.fused import close_under_fusion
 from ..shared.manifest import FileEntry, Manifest
 from ..shared.tensor_files import TensorSpec, read_header
@@ -57,7 +57,7 @@ def weight_set(
         if entry.changed:
             files[entry.name] = staged[entry.file]
         elif entry.xxh3_128 != base_set.digests[entry.name]:
-            raise ApplyError(f"{entry.name} is said to be the base's, but has another digest")
+            raise IncompatibleError(f"{entry.name} is said to be the base's, but has another digest")
     for file in sorted(set(staged.values())):
         _require_header(file, {n: spec for n, spec in found.items() if files[n] == file})
     return WeightSet(digests={entry.name: entry.xxh3_128 for entry in manifest.tensors}, files=files)
@@ -83,7 +83,7 @@ def plan_reload(active: WeightSet | None, wanted: WeightSet, specs: dict[str, Te
 def _require_same_specs(base: dict[str, TensorSpec], found: dict[str, TensorSpec]) -> None:
     for name in sorted(base.keys() | found.keys()):
         if base.get(name) != found.get(name):
-            raise ApplyError(
+            raise IncompatibleError(
                 f"tensor {name}: {base.get(name, 'no such tensor')} expected (base), "
                 f"{found.get(name, 'no such tensor')} found (version)"
             )

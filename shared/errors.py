@@ -11,6 +11,7 @@
     ├── ExchangeError              the exchange is not as it must be; commands exit 1
     │   ├── FormatError            written by another format, or not JSON of ours
     │   ├── IntegrityError         a file is missing, short, or has other bytes than its manifest says
+    │   │   └── SignatureError     a manifest is not signed by the key that this reader requires
     │   ├── VersionNotFoundError   no such version, or retention has passed it
     │   ├── WriterActiveError      another live writer owns the exchange
     │   └── WriterFencedError      a newer writer has taken over; this one must stop
@@ -18,6 +19,9 @@
     ├── MergeError                 adapters could not be merged in place, or a rank failed meanwhile
     ├── LoadError              an adapter could not be loaded into a model; the model is as it was
     └── ApplyError                 a version could not be made active; the old one still answers
+        ├── IncompatibleError      this server cannot serve what the version holds; the way out is named
+        ├── DivergedError          the version's weights are not finite
+        └── SlowStorageError       the exchange or the cache did not answer within its deadline
 
 A message says what, where, expected and found, and what to do now, in one line where it can.
 """
@@ -88,6 +92,10 @@ class IntegrityError(ExchangeError):
         super().__init__(f"{self.finding}; {action}" if action else self.finding)
 
 
+class SignatureError(IntegrityError):
+    """A manifest is not signed, or not by the key that its reader requires."""
+
+
 class VersionNotFoundError(ExchangeError):
     """No version of that number can be opened."""
 
@@ -133,3 +141,15 @@ class LoadError(WeightferryError):
 
 class ApplyError(WeightferryError):
     """A version could not be made active."""
+
+
+class IncompatibleError(ApplyError):
+    """This server, started as it is, cannot serve what the version holds."""
+
+
+class DivergedError(ApplyError):
+    """The version's weights hold NaN or infinity."""
+
+
+class SlowStorageError(ApplyError):
+    """A call to the exchange or to the cache did not end within its deadline."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import ConfigError, IntegrityError, UnsupportedError
+from .errors import ConfigError, SignatureError, UnsupportedError
 from .manifest import Manifest
 
 MIN_SECRET_BYTES = 32
@@ -145,21 +145,21 @@ def sign_manifest(manifest: Manifest, key: SigningKey) -> Manifest:
 
 
 def check_signature(manifest: Manifest, key: CheckingKey, where: object) -> None:
-    """Raise IntegrityError, naming the manifest, unless the key's holder signed it, files and all."""
+    """Raise SignatureError, naming the manifest, unless the key's holder signed it, files and all."""
     signature = manifest.signature
     if signature is None:
-        raise IntegrityError(where, "is not signed, and this reader requires it", **_expected(key, "none"))
+        raise SignatureError(where, "is not signed, and this reader requires it", **_expected(key, "none"))
     said = f"{signature.get('algorithm')} by key {signature.get('key_id')}"
     if (signature.get("algorithm"), signature.get("key_id")) != (key.algorithm, key.key_id):
-        raise IntegrityError(where, "is signed otherwise", **_expected(key, said))
+        raise SignatureError(where, "is signed otherwise", **_expected(key, said))
     if any(entry.sha256 is None for entry in manifest.files):
-        raise IntegrityError(where, "is signed but lacks the SHA-256 of a file")
+        raise SignatureError(where, "is signed but lacks the SHA-256 of a file")
     try:
         value = bytes.fromhex(signature["value"])
     except (KeyError, TypeError, ValueError):
         value = b""
     if not key.is_valid(value, _signed_bytes(manifest)):
-        raise IntegrityError(where, "has a signature that is not of these bytes")
+        raise SignatureError(where, "has a signature that is not of these bytes")
 
 
 def _signed_bytes(manifest: Manifest) -> bytes:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 from tiny_exchange import CHANGED, UNCHANGED, make_base
 
 from weightferry.rollout_server.applier import AdapterApplier, MergedApplier
 from weightferry.rollout_server.background import Background
 from weightferry.rollout_server.engine import Part
 from weightferry.rollout_server.merged_source import FoldSource, ShardSource
+from weightferry.rollout_server.metrics import Metrics
 from weightferry.rollout_server.settings import ServerSettings, variable
 from weightferry.rollout_server.stager import Stager
 from weightferry.rollout_server.state import ServerState
@@ -118,8 +120,10 @@ class World:
             if apply == "adapter"
             else MergedApplier(*parts, sources[apply](stager, self.checkpoint, digests))
         )
+        self.registry = CollectorRegistry()
+        metrics = Metrics(self.state, lambda: stager.fetched_bytes, self.registry)
         self.watcher = Watcher(
-            server_settings, self.state, applier, self.background, identity, clock=lambda: self.now_s
+            server_settings, self.state, applier, self.background, identity, metrics, lambda: self.now_s
         )
 
     def look(self) -> None:

@@ -11,8 +11,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from weightferry.rollout_server.metrics import Metrics
+from weightferry.rollout_server.refusals import RefusalKind
 from weightferry.rollout_server.settings import ServerSettings, variable
+from weightferry.rollout_server.state import ServerState
 from weightferry.shared import kill_points
 from weightferry.shared.command import COMMANDS
 
@@ -128,6 +132,24 @@ def test_every_environment_variable_of_the_code_is_in_the_table():
         for name in re.findall(r"\bWEIGHTFERRY_[A-Z0-9_]+\b", text_of(path))
     }
     assert {name for name in named if f"| `{name}` |" not in text_of(ROOT / "docs/operations.md")} == set()
+
+
+def test_the_table_of_metrics_is_that_of_the_server():
+    registry = CollectorRegistry()
+    Metrics(ServerState(apply="merged", exchange="x"), lambda: 0, registry)
+    kinds = re.findall(r"^# TYPE (\w+) (\w+)", generate_latest(registry).decode(), re.MULTILINE)
+    served = {(name, kind) for name, kind in kinds if not name.endswith("_created")}
+    rows = re.findall(
+        r"^\| `(weightferry_\w+)` \| (\w+) \|", text_of(ROOT / "docs/operations.md"), re.MULTILINE
+    )
+    assert len(rows) == len(set(rows))
+    assert set(rows) == served
+
+
+def test_every_kind_of_refusal_has_its_row_in_the_table():
+    _, _, section = text_of(ROOT / "docs/operations.md").partition("\n## Refusals\n")
+    rows = re.findall(r"^\| `(\w+)` \| [a-z]", section.partition("\n## ")[0], re.MULTILINE)
+    assert rows == ["kind", *RefusalKind]
 
 
 def test_the_changelog_names_the_version_of_the_package():

@@ -105,7 +105,13 @@ def test_a_version_that_keeps_failing_is_tried_a_bounded_number_of_times(world):
     world.check_serves(0)
     refusal = world.state.refused[bad].to_json()
     assert world.state.problem is None
-    assert refusal == {"number": bad, "reason": "no", "tries": 4, "is_final": True}
+    assert refusal == {
+        "number": bad,
+        "kind": "apply_failed",
+        "reason": "no",
+        "tries": 4,
+        "is_final": True,
+    }
     assert world.engine.events.count("pause") == 4
     world.publish(2)  # fails too, and gives the first no further try
     world.look()

@@ -154,11 +154,12 @@ def test_requests_in_flight_end_without_an_answer_when_the_server_becomes_unheal
     assert not state.in_flight
 
 
-def test_an_unhealthy_server_answers_nothing_but_its_status(app, state):
+def test_an_unhealthy_server_answers_nothing_but_its_status_and_its_metrics(app, state):
     state.give_up("version 42 could not be restored")
     for path in ("/plain", "/health", "/v1/completions"):
         response = get(app, path)
         assert response.status_code == 503
         assert "could not be restored" in response.text
         assert response.headers["x-weightferry-version"] == "41"
-    assert get(app, "/weightferry/status").status_code == 404  # reached the app, which has none here
+    for path in ("/weightferry/status", "/metrics"):
+        assert get(app, path).status_code == 404  # reached the app, which has none here

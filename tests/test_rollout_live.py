@@ -34,6 +34,14 @@ def check_every_response_names(server: LiveServer, number: int) -> None:
         assert response.headers["x-weightferry-version"] == str(number), response
 
 
+def check_metrics_beside_those_of_vllm(server: LiveServer, number: int) -> None:
+    lines = server.http.get("/metrics").raise_for_status().text.splitlines()
+    assert f"weightferry_active_version {number:.1f}" in lines
+    assert "weightferry_applies_total 1.0" in lines
+    assert 'weightferry_apply_seconds_count{phase="pause"} 1.0' in lines
+    assert any(line.startswith("vllm:num_requests_running{") for line in lines)
+
+
 def check_that_the_engine_ends_with(server: LiveServer) -> None:
     children = server.kill()
     assert children
@@ -46,6 +54,7 @@ def test_a_request_outlives_reloads_of_merged_weights(stage):
         first = training.publish()
         server.wait_for_version(first)
         check_every_response_names(server, first)
+        check_metrics_beside_those_of_vllm(server, first)
         with server.long_request(PROMPT, LONG) as long:
             for _ in range(3):
                 number = training.publish()
@@ -111,4 +120,5 @@ def test_a_load_that_fails_half_way_is_undone_and_one_that_cannot_be_undone_ends
         assert f"version {newer} could not be restored" in status["why"]
         for path in ("/health", "/v1/models"):
             assert server.http.get(path).status_code == 503
+        assert "\nweightferry_healthy 0.0\n" in server.http.get("/metrics").raise_for_status().text
         assert server.http.post("/v1/completions", json={"prompt": PROMPT}).status_code == 503

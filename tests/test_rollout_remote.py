@@ -96,12 +96,12 @@ def test_status_says_what_answers_and_why(server, capsys):
     server.status |= {
         "newest_version": 5,
         "pinned_version": 3,
-        "refused": [{"number": 5, "reason": "it is cut", "tries": 4, "is_final": True}],
+        "refused": [{"number": 5, "kind": "damaged", "reason": "it is cut", "tries": 4, "is_final": True}],
     }
     assert main(["status", server.url, "--versions"]) == 0
     shown = capsys.readouterr().out
     assert "serving: version 3 answers, the newest is 5, pinned, 1 refused" in shown
-    assert "5 (for good, 4 tries): it is cut" in shown
+    assert "5 (damaged, 4 tries, for good): it is cut" in shown
     assert "version   2 step 20 today pinned" in shown
     assert main(["status", server.url.removeprefix("http://"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == server.status
