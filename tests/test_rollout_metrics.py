@@ -1,4 +1,4 @@
-"""What Prometheus is told: the truth at each scrape, each apply and refusal once, in a closed set of kinds."""
+"""Prometheus is told: the truth at each scrape; each apply and refusal once, of a closed set of kinds."""
 
 from __future__ import annotations
 
