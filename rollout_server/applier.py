@@ -68,7 +68,8 @@ class MergedApplier:
         plan = plan_reload(self._active, wanted, self._base.specs)
         staged = time.monotonic()
         try:
-            await self._swap(plan, version)
+            with self._state.replacing():
+                await self._swap(plan, version)
         except WeightferryError:
             self._stager.drop(version.number)
             raise
@@ -97,7 +98,7 @@ class MergedApplier:
             await self._load(plan)
             await self._engine.label(str(version.number))
             # moved before resume: no answer of the new weights can carry the old number
-            self._state.active_version = version.number
+            self._state.activate(version.number)
         except Exception as error:
             await self._restore(error)
             raise ApplyError(str(error)) from error
@@ -114,7 +115,6 @@ class MergedApplier:
         try:
             await self._load(plan_reload(None, self._active, self._base.specs))
             await self._engine.label(str(self._active_number))
-            self._state.active_version = self._active_number
         except Exception as error:
             self._state.give_up(
                 f"apply failed ({cause}), and version {self._active_number} could not be restored: {error}"
@@ -168,7 +168,7 @@ class AdapterApplier:
     ) -> Outcome:
         # no await in between: a request that is given this adapter finds its number, and the other way round
         self._engine.route_to(handle, number)
-        self._state.active_version = number
+        self._state.activate(number)
         switched = time.monotonic()
         self._kept[number] = handle
         await self._drop_old()

@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, Response
 from ..shared.errors import ExchangeNotFoundError, UsageError, VersionNotFoundError, WeightferryError
 from ..shared.exchange import Version
 from .state import ServerState
+from .version_header import CONTROL_PREFIX
 from .watcher import Watcher
-
-PREFIX = "/weightferry"
 
 
 class Control:
@@ -34,7 +33,7 @@ class Control:
 
     def attach(self, app: Any) -> None:
         """Add the routes to a FastAPI app."""
-        app.add_api_route(f"{PREFIX}/versions", self._versions, methods=["GET"], response_model=None)
+        app.add_api_route(f"{CONTROL_PREFIX}/versions", self._versions, methods=["GET"], response_model=None)
         acts: dict[str, Callable[[Watcher, Any], Awaitable[None]]] = {
             "rollback": _roll_back,
             "pin": lambda watcher, _body: watcher.pin(),
@@ -43,7 +42,7 @@ class Control:
             "resume-updates": _resume_updates,
         }
         for name, act in acts.items():
-            path = f"{PREFIX}/{name}"
+            path = f"{CONTROL_PREFIX}/{name}"
             app.add_api_route(path, self._route(act), methods=["POST"], response_model=None, name=name)
 
     def _route(self, act: Callable[[Watcher, Any], Awaitable[None]]) -> Callable:
@@ -92,7 +91,7 @@ class Control:
             versions = [] if self._watcher is None else await self._watcher.list_versions()
         except (WeightferryError, OSError) as error:
             return _answer(503, str(error), self._state)
-        return JSONResponse(_outline(self._state) | {"versions": [self._row(entry) for entry in versions]})
+        return JSONResponse(self._state.outline() | {"versions": [self._row(entry) for entry in versions]})
 
     def _row(self, version: Version) -> dict[str, Any]:
         refusal = self._state.refused.get(version.number)
@@ -129,19 +128,9 @@ async def _body(request: Request) -> Any:
         return None
 
 
-def _outline(state: ServerState) -> dict[str, Any]:
-    return {
-        "state": state.state,
-        "active_version": state.active_version,
-        "newest_version": state.newest_version,
-        "pinned_version": state.pinned_version,
-        "are_updates_paused": state.are_updates_paused,
-    }
-
-
 def _answer(
     status: int, message: str, state: ServerState | None = None, headers: dict[str, str] | None = None
 ) -> Response:
     """`message`, and beside it what is active and why it stays so."""
-    body = {"message": message} | ({} if state is None else _outline(state))
+    body = {"message": message} | ({} if state is None else state.outline())
     return JSONResponse(body, status_code=status, headers=headers)

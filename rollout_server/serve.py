@@ -20,7 +20,11 @@ DEFAULT_PORT = 8000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "All other flags go to vLLM, e.g. --max-model-len 4096. `vllm serve --help` lists them."
+    parser.epilog = (
+        "All other flags go to vLLM, e.g. --max-model-len 4096. `vllm serve --help` lists them. Answers name "
+        "their version in the header x-weightferry-version; a request asks for one with "
+        "x-weightferry-version: N or x-weightferry-min-version: N, and gets 409 if another is active."
+    )
     parser.add_argument("model", help="the base: a local Hugging Face checkpoint directory")
     parser.add_argument("--exchange", required=True, help="the exchange to watch; it need not exist yet")
     parser.add_argument("--apply", choices=APPLY_MODES, default="merged", help="how a version is made active")

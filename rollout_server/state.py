@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -67,6 +69,9 @@ class ServerState:
     applied: list[Applied] = field(default_factory=list)
     refused: dict[int, Refusal] = field(default_factory=dict)
     num_leases: int = 0
+    # every number that became active after the start, by which a request knows what changed since it arrived
+    activated: list[int] = field(default_factory=list)
+    replacement_ended: asyncio.Event | None = None
     # both kept by the middleware: how many requests use each version's adapter, and their tasks
     in_use: Counter[int] = field(default_factory=Counter)
     in_flight: set[asyncio.Future] = field(default_factory=set)
@@ -79,6 +84,26 @@ class ServerState:
     def follows_newest(self) -> bool:
         is_held = self.pinned_version is not None or self.are_updates_paused
         return not is_held and self.state != "unhealthy"
+
+    def activate(self, number: int) -> None:
+        """Say that from here on this version answers."""
+        self.active_version = number
+        self.activated.append(number)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """While an engine that does not answer is given other weights; `settled` waits for the end."""
+        ended = self.replacement_ended = asyncio.Event()
+        try:
+            yield
+        finally:
+            self.replacement_ended = None
+            ended.set()
+
+    async def settled(self) -> None:
+        """Return when it is known which version answers next; every step of a replacement has a deadline."""
+        while self.replacement_ended is not None:
+            await self.replacement_ended.wait()
 
     def give_up(self, why: str) -> None:
         """Become unhealthy: from here on nothing answers, requests in flight included."""
@@ -93,6 +118,16 @@ class ServerState:
         self.refused[refusal.number] = refusal
         while len(self.refused) > NUM_REMEMBERED:
             del self.refused[min(self.refused)]
+
+    def outline(self) -> dict[str, Any]:
+        """What is active and what holds it there: a part of every answer of ours that is no success."""
+        return {
+            "state": self.state,
+            "active_version": self.active_version,
+            "newest_version": self.newest_version,
+            "pinned_version": self.pinned_version,
+            "are_updates_paused": self.are_updates_paused,
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {

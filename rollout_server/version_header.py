@@ -1,36 +1,58 @@
-"""The header by which every response names the version that made it; and no response when unhealthy.
+"""The header by which every response names the version that made it; no response of another version than the
+one asked for, and none when unhealthy.
 
 `x-weightferry-version` is the version active when the response's first bytes were sent (0: the base); where
-another was active when the request arrived, `x-weightferry-version-start` names that one too. The head waits
-for those bytes: vLLM sends a stream's head before its first token, which an apply may delay. With adapters a
-request keeps the adapter that it was given at vLLM's look-up, whatever becomes active meanwhile: there the
-look-up is recorded, and it alone counts. The same record says which adapters are still in use.
+another was active since the request arrived, `x-weightferry-version-start` names the one at arrival too. The
+head waits for those bytes: vLLM sends a stream's head before its first token, which an apply may delay. With
+adapters a request keeps the adapter that it was given at vLLM's look-up, whatever becomes active meanwhile:
+there the look-up is recorded, and it alone counts. The same record says which adapters are still in use.
+
+A request that asks for a version (wanted_version.py) is judged before it reaches vLLM, and again with all
+that is sent: an apply may come in between. It gets 409; a response that has begun is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from contextvars import ContextVar
 from typing import Any
 
+from ..shared.errors import UsageError
 from .state import ServerState
+from .wanted_version import WantedVersion
 
 VERSION_HEADER = b"x-weightferry-version"
 VERSION_AT_ARRIVAL_HEADER = b"x-weightferry-version-start"
-STATUS_PATH = "/weightferry/status"
+CONTROL_PREFIX = "/weightferry"
+STATUS_PATH = f"{CONTROL_PREFIX}/status"
 ALWAYS_ANSWERED = (STATUS_PATH, "/metrics")  # they show what is wrong, and nothing that weights made
 
 
 class Request:
-    """What is recorded for one request: the versions whose adapters it was given, the last one last."""
+    """What is recorded for one request: what it asks for, and the versions that may make its answer."""
 
     def __init__(self, state: ServerState) -> None:
-        self._state, self.at_arrival = state, state.active_version
-        self.given: list[int] = []
+        self._state = state
+        self.wanted = WantedVersion()
+        self.given: list[int] = []  # the versions whose adapters it was given, the last one last
+        self.is_refused = asyncio.Event()
+        self.arrive()
+
+    def arrive(self) -> None:
+        """From here on, what becomes active may have a part in the answer."""
+        self._at_arrival, self._num_before = self._state.active_version, len(self._state.activated)
 
     def record(self, number: int) -> None:
         self.given.append(number)
         self._state.in_use[number] += 1
+        self.judge()
+
+    def judge(self) -> bool:
+        """Whether the answer may go on: False for good once an unwanted version has a part in it."""
+        if not self.wanted.is_met_by(self.versions):
+            self.is_refused.set()
+        return not self.is_refused.is_set()
 
     def end(self) -> None:
         for number in self.given:
@@ -38,12 +60,19 @@ class Request:
             if not self._state.in_use[number]:
                 del self._state.in_use[number]
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        now, before = self._state.active_version, self.at_arrival
+    @property
+    def versions(self) -> list[int]:
+        """Those that may have made the answer so far, in the order in which they were active."""
         if self.given:
-            now = before = self.given[-1]
-        headers = [(VERSION_HEADER, str(now).encode())]
-        return headers if now == before else [*headers, (VERSION_AT_ARRIVAL_HEADER, str(before).encode())]
+            return self.given[-1:]
+        return [self._at_arrival, *self._state.activated[self._num_before :]]
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        versions = self.versions
+        headers = [(VERSION_HEADER, str(versions[-1]).encode())]
+        if len(versions) > 1:
+            headers.append((VERSION_AT_ARRIVAL_HEADER, str(versions[0]).encode()))
+        return headers
 
 
 # An object, so that tasks which inherit a copy of the context still write to the request's own record.
@@ -76,11 +105,33 @@ class VersionHeader:
         try:
             if scope["path"] in ALWAYS_ANSWERED:
                 await self._app(scope, receive, response.send)
-            elif state.unhealthy_reason or not await self._finished(scope, receive, response, state):
-                await response.refuse(state.unhealthy_reason)
+            else:
+                await self._answer(scope, receive, response, request, state)
         finally:
             _request.reset(token)
             request.end()
+
+    async def _answer(
+        self, scope: Any, receive: Any, response: _Response, request: Request, state: ServerState
+    ) -> None:
+        if not scope["path"].startswith(f"{CONTROL_PREFIX}/"):
+            try:
+                request.wanted = WantedVersion.of(scope["headers"])
+            except UsageError as error:
+                await response.refuse(400, str(error), {"message": str(error)})
+                return
+        if not request.wanted.is_any:
+            receive = _until_refused(receive, request.is_refused)
+            await _arrive_settled(request, state)
+        is_answered = False
+        if not request.is_refused.is_set() and not state.unhealthy_reason:
+            is_answered = await self._finished(scope, receive, response, state)
+        if not is_answered and state.unhealthy_reason:
+            await response.refuse(503, f"unhealthy: {state.unhealthy_reason}")
+        elif request.is_refused.is_set():
+            reason = f"{request.wanted} was asked for, {_listed(request.versions)} would answer"
+            body = {"message": reason, "wanted": request.wanted.to_json()} | state.outline()
+            await response.refuse(409, reason, body)
 
     async def _finished(self, scope: Any, receive: Any, response: _Response, state: ServerState) -> bool:
         """Run the app; False if the server became unhealthy first: its paused engine would never answer."""
@@ -97,6 +148,36 @@ class VersionHeader:
         return True
 
 
+async def _arrive_settled(request: Request, state: ServerState) -> None:
+    """Judge a request by what will answer it: while weights are replaced, that is known at the end only.
+
+    That end is bounded by the deadlines of the apply. With adapters vLLM's look-up says what will answer.
+    """
+    await state.settled()
+    request.arrive()
+    if state.apply != "adapter":
+        request.judge()
+
+
+def _until_refused(receive: Any, is_refused: asyncio.Event) -> Any:
+    """`receive` for an app that shall stop work on a refused request: as if its client had gone."""
+
+    async def receive_or_disconnect() -> Any:
+        coming = [asyncio.ensure_future(receive()), asyncio.ensure_future(is_refused.wait())]
+        try:
+            await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if is_refused.is_set() else coming[0].result()
+        finally:
+            for task in coming:
+                task.cancel()
+
+    return receive_or_disconnect
+
+
+def _listed(versions: list[int]) -> str:
+    return ", then ".join(f"version {number}" for number in versions)
+
+
 class _Response:
     """The sending side of one request."""
 
@@ -105,20 +186,27 @@ class _Response:
         self._head: Any = None
 
     async def send(self, message: Any) -> None:
+        """Pass on what the app sends, unless its request is refused."""
         if message["type"] == "http.response.start":
             self._head = message
-            return
+        elif self._request.judge():
+            await self._pass_on(message)
+
+    async def _pass_on(self, message: Any) -> None:
         if not self._has_begun:
             self._has_begun = True
             headers = [*self._head.get("headers", ()), *self._request.headers()]
             await self._send(self._head | {"headers": headers})
         await self._send(message)
 
-    async def refuse(self, reason: str) -> None:
-        """503; a response that has begun is cut off instead, which its client sees as an error."""
+    async def refuse(self, status: int, reason: str, body: dict[str, Any] | None = None) -> None:
+        """Answer with `body` as JSON, or the reason as text; a response that has begun is cut off instead,
+        which its client sees as an error.
+        """
         if self._has_begun:
-            raise ConnectionAbortedError(f"unhealthy: {reason}")
-        body = f"unhealthy: {reason}\n".encode()
-        headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
-        await self.send({"type": "http.response.start", "status": 503, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
+            raise ConnectionAbortedError(reason)
+        kind, text = ("text/plain", reason) if body is None else ("application/json", json.dumps(body))
+        data = f"{text}\n".encode()
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]
+        self._head = {"type": "http.response.start", "status": status, "headers": headers}
+        await self._pass_on({"type": "http.response.body", "body": data})

@@ -35,14 +35,14 @@ def app(state):
 
     @app.get("/reloads")
     async def reloads() -> str:
-        state.active_version = 42
+        state.activate(42)
         return "ok"
 
     @app.get("/streams")
     async def streams() -> Any:
         async def body() -> AsyncIterator[str]:
             await asyncio.sleep(0.05)  # the head would be out by now
-            state.active_version = 42
+            state.activate(42)
             yield "the first token"
 
         return StreamingResponse(body())
@@ -51,7 +51,7 @@ def app(state):
     async def ask(model: str) -> Any:
         # vLLM's handlers run as tasks of their own
         given = await asyncio.create_task(look_up(routes, model))
-        state.active_version = 42
+        state.activate(42)
         app.state.in_use_meanwhile = dict(state.in_use)
         return given
 

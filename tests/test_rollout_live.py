@@ -9,7 +9,7 @@ import pytest
 from fresh_engine import MAX_MODEL_LEN
 from live_stage import Stage
 from processes import wait_until_gone
-from vllm_server import LiveServer
+from vllm_server import MODEL, LiveServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -17,6 +17,12 @@ PROMPT = "the policy says: "
 OTHERS = ("12 + 34 = ", "alpha " * 30)
 LONG = 950
 assert len(PROMPT) + LONG < MAX_MODEL_LEN
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+GENERATING = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4},
+    "/inference/v1/generate": {"token_ids": [50, 51, 52], "sampling_params": {"max_tokens": 4}},
+}
 
 
 @pytest.fixture
@@ -42,6 +48,25 @@ def check_metrics_beside_those_of_vllm(server: LiveServer, number: int) -> None:
     assert any(line.startswith("vllm:num_requests_running{") for line in lines)
 
 
+def check_every_generating_route_heeds_what_is_asked_for(server: LiveServer, active: int) -> None:
+    asked = {"version": {active: 200, active - 1: 409}, "min-version": {0: 200, active: 200, active + 1: 409}}
+    for path, body in GENERATING.items():
+        for is_streaming in (False, True):
+            json = body | {"model": MODEL, "stream": is_streaming}
+            for name, outcomes in asked.items():
+                for number, status in outcomes.items():
+                    headers = {f"x-weightferry-{name}": str(number)}
+                    response = server.http.post(path, json=json, headers=headers)
+                    assert response.status_code == status, (path, json, headers, response.text)
+                    assert response.headers["x-weightferry-version"] == str(active)
+
+
+def ask_long_for(server: LiveServer, version: int) -> httpx.Response:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": LONG, "temperature": 0.0, "ignore_eos": True}
+    headers = {"x-weightferry-version": str(version)}
+    return server.http.post("/v1/completions", json=body, headers=headers)
+
+
 def check_that_the_engine_ends_with(server: LiveServer) -> None:
     children = server.kill()
     assert children
@@ -49,17 +74,26 @@ def check_that_the_engine_ends_with(server: LiveServer) -> None:
 
 
 def test_a_request_outlives_reloads_of_merged_weights(stage):
-    with stage.server("merged") as server, stage.training() as training:
+    template = stage.directory / "template.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    flags = ("--enable-scale-out", "--chat-template", str(template))
+    with stage.server("merged", *flags) as server, stage.training() as training:
         check_every_response_names(server, 0)
         first = training.publish()
         server.wait_for_version(first)
         check_every_response_names(server, first)
         check_metrics_beside_those_of_vllm(server, first)
-        with server.long_request(PROMPT, LONG) as long:
-            for _ in range(3):
-                number = training.publish()
-                server.wait_for_version(number)
-            assert not long.done()  # else it outlived nothing
+        check_every_generating_route_heeds_what_is_asked_for(server, first)
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            asked_for_first = pool.submit(ask_long_for, server, first)
+            with server.long_request(PROMPT, LONG) as long:
+                for _ in range(3):
+                    number = training.publish()
+                    server.wait_for_version(number)
+                assert not long.done()  # else it outlived nothing
+            overtaken = asked_for_first.result()
+            assert overtaken.status_code == 409  # a part of it was made by a newer one
+            assert f"version {first}, then version {first + 1}" in overtaken.json()["message"]
         assert long.result().versions == {first}  # its head was sent under the first
         assert long.result().num_tokens == 8 * LONG
         before = server.ask_greedy(OTHERS)[0]
