@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..shared.errors import UnsupportedError
 from .applier import AdapterApplier, Applier, MergedApplier
 from .background import Background
 from .cache_dir import take_cache_dir
+from .closed_routes import replace_routes, require_closed
 from .control import Control
 from .engine import VllmEngine, require_fitting_start, require_tested_version
 from .merged_source import FoldSource, ShardSource
@@ -52,11 +54,13 @@ class RolloutPlugin:
 
         app.add_api_route(STATUS_PATH, status, methods=["GET"])
         self._control.attach(app)
+        replace_routes(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start watching. The first look ends before the server listens, so that it starts on the newest."""
         if engine_client is None:
             return
+        require_closed(os.environ)  # not sooner: vLLM goes on without a plug-in that cannot be made
         require_fitting_start(engine_client.vllm_config, self._settings.apply)
         if not any(entry.cls is VersionHeader for entry in self._app.user_middleware):
             raise UnsupportedError(

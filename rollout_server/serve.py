@@ -10,6 +10,7 @@ import argparse
 import os
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 
 from .settings import APPLY_MODES, ServerSettings, variable
 
@@ -17,6 +18,7 @@ PLUGIN_NAME = "weightferry"
 WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"  # as in engine.py
 MIDDLEWARE = "weightferry.rollout_server.version_header.VersionHeader"
 DEFAULT_PORT = 8000
+SEVERAL_HOSTS = ("--nnodes", "--distributed-executor-backend")  # vLLM flags of engines on several hosts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,11 +61,12 @@ def run(args: argparse.Namespace) -> int:
         os.environ | {variable(name): value for name, value in flags.items() if value}
     )
     _ = settings.checking_key, settings.control_token  # what cannot be read is said now
+    _check_closed()
     _check_base(args.model, args.exchange)
     _check_port(args.host, args.port)
     _check_cache(settings.cache_dir)
     command = server_command(args, is_cpu=_is_cpu())
-    os.environ.update(settings.to_environment() | _vllm_environment())
+    os.environ.update(settings.to_environment() | vllm_environment(args.vllm_flags, os.environ))
     sys.stdout.flush()
     os.execv(sys.executable, command)
 
@@ -88,6 +91,12 @@ def server_command(args: argparse.Namespace, *, is_cpu: bool) -> list[str]:
         if not any(word == flag or word.startswith(f"{flag}=") for word in args.vllm_flags):
             command += [flag] if value is None else [flag, value]
     return command
+
+
+def _check_closed() -> None:
+    from .closed_routes import require_closed
+
+    require_closed(os.environ)
 
 
 def _check_base(model: str, exchange: str) -> None:
@@ -137,12 +146,16 @@ def _is_cpu() -> bool:
     return True
 
 
-def _vllm_environment() -> dict[str, str]:
-    plugins = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
+def vllm_environment(vllm_flags: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """What vLLM and its workers run under; they talk over loopback unless they are on several hosts."""
+    plugins = [name for name in given.get("VLLM_PLUGINS", "").split(",") if name]
     if PLUGIN_NAME not in plugins:
         plugins.append(PLUGIN_NAME)
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if not any(word.startswith(SEVERAL_HOSTS) for word in vllm_flags):
+        # else workers listen on the address of the host's name, and vLLM looks for a route to the Internet
+        defaults |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     return {
         "VLLM_PLUGINS": ",".join(plugins),
         "HF_HUB_OFFLINE": "1",  # a local path must never be asked for at a model hub
-        "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
-    }
+    } | {name: given.get(name, value) for name, value in defaults.items()}

@@ -6,18 +6,21 @@ import socket
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+from network_calls import STRACE, addresses, traced
 from tiny_exchange import make_base
 
 from weightferry.rollout_server.cache_dir import take_cache_dir
+from weightferry.rollout_server.closed_routes import OPENING_VARIABLES, require_closed
 from weightferry.rollout_server.engine import (
     WORKER_EXTENSION,
     require_fitting_start,
     require_tested_version,
 )
-from weightferry.rollout_server.serve import server_command
+from weightferry.rollout_server.serve import server_command, vllm_environment
 from weightferry.rollout_server.settings import ServerSettings
 from weightferry.shared.errors import ConfigError, UnsupportedError
 from weightferry.shared.exchange import Exchange
@@ -25,13 +28,13 @@ from weightferry.shared.exchange import Exchange
 SERVE = [sys.executable, "-m", "weightferry.shared.command", "serve"]
 
 
-def serve(*arguments: object) -> subprocess.CompletedProcess:
-    command = [*SERVE, *map(str, arguments)]
+def serve(*arguments: object, under: Sequence[str] = ()) -> subprocess.CompletedProcess:
+    command = [*under, *SERVE, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def refused(*arguments: object) -> str:
-    done = serve(*arguments)
+def refused(*arguments: object, under: Sequence[str] = ()) -> str:
+    done = serve(*arguments, under=under)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
@@ -41,8 +44,32 @@ def test_a_base_without_weights_is_refused(tmp_path):
     assert "has no weights" in refused(tmp_path, "--exchange", tmp_path / "x")
 
 
-def test_a_hub_id_is_refused_without_asking_the_hub():
-    assert "is not a directory" in refused("org/name", "--exchange", "x")
+@pytest.mark.parametrize("name", ["org/name", "../absent", "/absent", "link", "hf://org/name"])
+def test_case_15_what_is_no_local_directory_is_refused_without_asking_any_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    (tmp_path / "link").symlink_to("/absent")
+    assert "is not a directory" in refused(name, "--exchange", "x", under=traced(tmp_path / "calls"))
+    assert STRACE is None or addresses(tmp_path / "calls", "connect") == set()
+
+
+@pytest.mark.parametrize("name", OPENING_VARIABLES)
+def test_case_15_a_server_that_would_open_vllm_s_own_control_is_refused(tmp_path, monkeypatch, name):
+    base = make_base(tmp_path / "base")
+    for value in ("1", "true", "TRUE ", "2"):
+        monkeypatch.setenv(name, value)
+        assert f"{name} opens vLLM's" in refused(base, "--exchange", tmp_path / "x")
+    for value in ("", "0", "false", " False"):
+        require_closed({name: value})
+
+
+def test_vllm_talks_over_loopback_unless_it_runs_on_several_hosts_or_is_told_otherwise():
+    assert vllm_environment([], {})["VLLM_HOST_IP"] == "127.0.0.1"
+    assert vllm_environment([], {})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert vllm_environment([], {"VLLM_HOST_IP": "10.0.0.1"})["VLLM_HOST_IP"] == "10.0.0.1"
+    for flags in (["--nnodes", "2"], ["--nnodes=2"], ["--distributed-executor-backend", "ray"]):
+        assert vllm_environment(flags, {}).keys().isdisjoint({"VLLM_HOST_IP", "GLOO_SOCKET_IFNAME"})
+    assert vllm_environment([], {"HF_HUB_OFFLINE": "0"})["HF_HUB_OFFLINE"] == "1"
 
 
 def test_an_exchange_of_another_base_is_refused(tmp_path):

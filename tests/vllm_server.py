@@ -142,8 +142,9 @@ def live_server(
     *flags: str,
     environment: Mapping[str, str] | None = None,
     name: str = "server",
+    under: Sequence[str] = (),
 ) -> Iterator[LiveServer]:
-    """Start a server and wait until it answers; it is ended with the block."""
+    """Start a server, `under` a command that runs it; wait until it answers. It is ended with the block."""
     plan = ServerPlan(
         base=base,
         exchange=exchange,
@@ -155,7 +156,7 @@ def live_server(
         kv_cache_bytes=KV_CACHE_BYTES,
         max_lora_rank=8,
     )
-    command = [*plan.command(), "--served-model-name", MODEL, "--poll-interval-s", "0.1", *flags]
+    command = [*under, *plan.command(), "--served-model-name", MODEL, "--poll-interval-s", "0.1", *flags]
     http = httpx.Client(base_url=plan.url, timeout=APPLY_DEADLINE_S, trust_env=False)
     variables = plan.environment() | dict(environment or {})
     with Job("server", command, log=plan.log, environment=variables) as job, http:
