@@ -20,6 +20,7 @@ from .adapter_check import adapter_files, stage_adapter
 from .background import Background
 from .engine import Engine
 from .merged_source import MergedSource
+from .pause import PausePolicy
 from .stager import Stager
 from .state import ServerState
 from .weights import ReloadPlan, WeightSet, plan_reload
@@ -56,9 +57,10 @@ class MergedApplier:
         background: Background,
         base: Checkpoint,
         source: MergedSource,
+        pause_policy: PausePolicy,
     ) -> None:
         self._engine, self._stager, self._state, self._base = engine, stager, state, base
-        self._background, self._source = background, source
+        self._background, self._source, self._pause_policy = background, source, pause_policy
         self._active, self._active_number = source.base_set, 0
 
     async def apply(self, version: Version) -> Outcome:
@@ -93,8 +95,8 @@ class MergedApplier:
     async def _swap(self, plan: ReloadPlan, version: Version) -> None:
         """Pause, load, clear, label, resume; on failure the previous weights come back first."""
         self._state.state = "applying"
+        await self._pause()
         try:
-            await self._engine.pause()
             await self._load(plan)
             await self._engine.label(str(version.number))
             # moved before resume: no answer of the new weights can carry the old number
@@ -103,6 +105,14 @@ class MergedApplier:
             await self._restore(error)
             raise ApplyError(str(error)) from error
         await self._resume_or_fail()
+
+    async def _pause(self) -> None:
+        """Stop the engine; if that fails no weights have changed, and it goes on with them."""
+        try:
+            await self._pause_policy.pause(self._engine, self._state)
+        except Exception as error:
+            await self._resume_or_fail()
+            raise error if isinstance(error, ApplyError) else ApplyError(str(error)) from error
 
     async def _load(self, plan: ReloadPlan) -> None:
         num_loaded = await self._engine.reload(plan.parts)

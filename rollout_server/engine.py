@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ..shared.errors import ApplyError, UnsupportedError
+from ..shared.errors import ApplyError, EngineBusyError, UnsupportedError
 
 TESTED_VERSIONS = ("0.32.", "0.33.")
 WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"
@@ -34,8 +34,11 @@ class Part:
 class Engine(Protocol):
     """What the applier needs; the one other implementation injects faults in tests."""
 
-    async def pause(self) -> None:
-        """Freeze running requests and clear every cache of keys and values."""
+    async def pause(self, mode: str, deadline_s: float) -> None:
+        """Stand still by one of vLLM's pause modes, and clear every cache of keys and values.
+
+        EngineBusyError if that took too long; it may still come about until `resume`.
+        """
 
     async def resume(self) -> None: ...
 
@@ -131,9 +134,16 @@ class VllmEngine:
         self._names = tuple(path.name for path in models.base_model_paths)
         self._routes = Routes({}, ())
 
-    async def pause(self) -> None:
+    async def pause(self, mode: str, deadline_s: float) -> None:
         # mode "keep" with clear_cache preempts running requests, whose KV is computed anew after resume
-        await self._in_time("pause", self._client.pause_generation(mode="keep", clear_cache=True))
+        call = self._client.pause_generation(mode=mode, clear_cache=True)
+        try:
+            await asyncio.wait_for(call, deadline_s)
+        except TimeoutError:
+            raise EngineBusyError(
+                f"vLLM did not pause (mode {mode}) within {deadline_s:.0f} s: wait for the next try, or give "
+                "a longer --pause-deadline-s"
+            ) from None
 
     async def resume(self) -> None:
         await self._in_time("resume", self._client.resume_generation())

@@ -42,7 +42,11 @@ class RolloutPlugin:
         require_tested_version()
         _show_log()
         self._settings = ServerSettings.from_environment()
-        self._state = ServerState(apply=self._settings.apply, exchange=self._settings.exchange)
+        self._state = ServerState(
+            apply=self._settings.apply,
+            exchange=self._settings.exchange,
+            pause_mode=self._settings.pause_mode,
+        )
         self._control = Control(self._state, self._settings.control_token)
 
     def attach_router(self, app: Any) -> None:
@@ -90,7 +94,8 @@ class RolloutPlugin:
         if self._settings.apply == "adapter":
             return AdapterApplier(engine, stager, self._state, background, base, engine.public_name)
         source = (FoldSource if self._settings.apply == "fold" else ShardSource)(stager, base, digests)
-        return MergedApplier(engine, stager, self._state, background, base, source)
+        policy = self._settings.pause_policy
+        return MergedApplier(engine, stager, self._state, background, base, source, policy)
 
 
 def _show_log() -> None:

@@ -12,6 +12,7 @@ from ..shared.errors import (
     ApplyError,
     BaseMismatchError,
     DivergedError,
+    EngineBusyError,
     ExchangeError,
     IncompatibleError,
     SignatureError,
@@ -31,6 +32,7 @@ class RefusalKind(StrEnum):
     OTHER_BASE = "other_base"
     INCOMPATIBLE = "incompatible"
     DIVERGED = "diverged"
+    BUSY = "busy"
     APPLY_FAILED = "apply_failed"
     UNEXPECTED = "unexpected"
 
@@ -46,6 +48,7 @@ _KINDS: tuple[tuple[type[Exception], RefusalKind], ...] = (
     (UnsupportedError, RefusalKind.INCOMPATIBLE),
     (IncompatibleError, RefusalKind.INCOMPATIBLE),
     (DivergedError, RefusalKind.DIVERGED),
+    (EngineBusyError, RefusalKind.BUSY),
     (ApplyError, RefusalKind.APPLY_FAILED),
 )
 

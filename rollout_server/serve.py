@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from .pause import PAUSE_MODES
 from .settings import APPLY_MODES, ServerSettings, variable
 
 PLUGIN_NAME = "weightferry"
@@ -30,6 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the base: a local Hugging Face checkpoint directory")
     parser.add_argument("--exchange", required=True, help="the exchange to watch; it need not exist yet")
     parser.add_argument("--apply", choices=APPLY_MODES, default="merged", help="how a version is made active")
+    parser.add_argument(
+        "--pause-mode",
+        choices=PAUSE_MODES,
+        default="",
+        help="merged and fold: what replacing weights does with running requests (default: keep)",
+    )
+    parser.add_argument(
+        "--pause-deadline-s", default="", help="seconds the engine may take to stand still (default: 60)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="port to listen on (default: %(default)s)"
@@ -51,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     flags = {
         "exchange": args.exchange,
         "apply": args.apply,
+        "pause_mode": args.pause_mode,
+        "pause_deadline_s": args.pause_deadline_s,
         "base": args.model,
         "poll_interval_s": args.poll_interval_s,
         "require_signature": args.require_signature,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..shared.errors import ConfigError
 from ..shared.signing import CheckingKey, load_checking_key
+from .pause import PAUSE_MODES, PausePolicy
 
 PREFIX = "WEIGHTFERRY_"
 APPLY_MODES = ("merged", "fold", "adapter")
@@ -31,6 +32,10 @@ class ServerSettings:
 
     exchange: str = setting(None, "The exchange to watch; it need not exist yet.")
     apply: str = setting("merged", "How a version is made active: merged, fold or adapter.")
+    pause_mode: str = setting(
+        "keep", "What replacing merged weights does with running requests: keep, wait or abort."
+    )
+    pause_deadline_s: str = setting("60", "Seconds that the engine may take to stand still for it.")
     base: str = setting("", "The local directory of the base; vLLM's model where empty.")
     poll_interval_s: str = setting(
         "", "Seconds between two looks at the exchange's pointer; where empty 0.5, in a bucket 2."
@@ -80,6 +85,10 @@ class ServerSettings:
         return float(self.deadline_s)
 
     @property
+    def pause_policy(self) -> PausePolicy:
+        return PausePolicy(mode=self.pause_mode, deadline_s=float(self.pause_deadline_s))
+
+    @property
     def tries(self) -> int:
         return int(self.max_tries)
 
@@ -95,10 +104,12 @@ class ServerSettings:
         return {variable(entry.name): getattr(self, entry.name) for entry in fields(self)}
 
     def __post_init__(self) -> None:
-        if self.apply not in APPLY_MODES:
-            raise ConfigError(f"{variable('apply')}={self.apply!r}: expected one of {', '.join(APPLY_MODES)}")
+        for name, known in {"apply": APPLY_MODES, "pause_mode": PAUSE_MODES}.items():
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{variable(name)}={value!r}: expected one of {', '.join(known)}")
         for name, kind in {
             "poll_interval_s": float,
+            "pause_deadline_s": float,
             "deadline_s": float,
             "retry_s": float,
             "max_tries": int,
@@ -107,9 +118,14 @@ class ServerSettings:
                 continue
             _require_positive(name, getattr(self, name), kind)
 
-    def retry_after(self, tries: int) -> float | None:
-        """Seconds to wait after so many failed tries; None: never again."""
-        return float(self.retry_s) * 5 ** (tries - 1) if tries < self.tries else None
+    def retry_after(self, tries: int, num_busy: int) -> float | None:
+        """Seconds to wait after so many failed tries; None: never again.
+
+        Those at which the engine was busy say nothing against a version: only the others are bounded.
+        """
+        if tries - num_busy >= self.tries:
+            return None
+        return float(self.retry_s) * 5 ** (min(tries, self.tries) - 1)
 
 
 def variable(name: str) -> str:

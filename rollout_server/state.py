@@ -39,6 +39,7 @@ class Refusal:
     reason: str
     tries: int
     retry_at: float | None
+    num_busy: int = 0  # of the tries, those at which the engine did not stand still
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -56,6 +57,7 @@ class ServerState:
 
     apply: str
     exchange: str
+    pause_mode: str = "keep"
     state: str = "starting"
     active_version: int = 0
     active_step: int | None = None
@@ -72,9 +74,10 @@ class ServerState:
     # every number that became active after the start, by which a request knows what changed since it arrived
     activated: list[int] = field(default_factory=list)
     replacement_ended: asyncio.Event | None = None
-    # both kept by the middleware: how many requests use each version's adapter, and their tasks
+    # kept by the middleware: how many requests use each version's adapter, and their tasks
     in_use: Counter[int] = field(default_factory=Counter)
     in_flight: set[asyncio.Future] = field(default_factory=set)
+    working: set[asyncio.Future] = field(default_factory=set)  # of these, those that may ask the engine
 
     @property
     def unhealthy_reason(self) -> str:
@@ -104,6 +107,11 @@ class ServerState:
         """Return when it is known which version answers next; every step of a replacement has a deadline."""
         while self.replacement_ended is not None:
             await self.replacement_ended.wait()
+
+    @property
+    def holds_new_requests(self) -> bool:
+        """Whether those that come in during a replacement wait before they reach vLLM."""
+        return self.pause_mode != "keep"
 
     def give_up(self, why: str) -> None:
         """Become unhealthy: from here on nothing answers, requests in flight included."""
@@ -139,6 +147,7 @@ class ServerState:
             "pinned_version": self.pinned_version,
             "are_updates_paused": self.are_updates_paused,
             "apply": self.apply,
+            "pause_mode": self.pause_mode,
             "exchange": self.exchange,
             "why": self.why,
             "problem": self.problem,

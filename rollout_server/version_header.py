@@ -114,7 +114,9 @@ class VersionHeader:
     async def _answer(
         self, scope: Any, receive: Any, response: _Response, request: Request, state: ServerState
     ) -> None:
-        if not scope["path"].startswith(f"{CONTROL_PREFIX}/"):
+        is_control = scope["path"].startswith(f"{CONTROL_PREFIX}/")
+        may_work = scope["method"] == "POST" and not is_control  # for all that this knows
+        if not is_control:
             try:
                 request.wanted = WantedVersion.of(scope["headers"])
             except UsageError as error:
@@ -122,10 +124,11 @@ class VersionHeader:
                 return
         if not request.wanted.is_any:
             receive = _until_refused(receive, request.is_refused)
+        if not request.wanted.is_any or (may_work and state.holds_new_requests):
             await _arrive_settled(request, state)
         is_answered = False
         if not request.is_refused.is_set() and not state.unhealthy_reason:
-            is_answered = await self._finished(scope, receive, response, state)
+            is_answered = await self._finished(scope, receive, response, state, may_work)
         if not is_answered and state.unhealthy_reason:
             await response.refuse(503, f"unhealthy: {state.unhealthy_reason}")
         elif request.is_refused.is_set():
@@ -133,10 +136,14 @@ class VersionHeader:
             body = {"message": reason, "wanted": request.wanted.to_json()} | state.outline()
             await response.refuse(409, reason, body)
 
-    async def _finished(self, scope: Any, receive: Any, response: _Response, state: ServerState) -> bool:
+    async def _finished(
+        self, scope: Any, receive: Any, response: _Response, state: ServerState, may_work: bool
+    ) -> bool:
         """Run the app; False if the server became unhealthy first: its paused engine would never answer."""
         work = asyncio.ensure_future(self._app(scope, receive, response.send))
         state.in_flight.add(work)
+        if may_work:
+            state.working.add(work)
         try:
             await work
         except asyncio.CancelledError:
@@ -145,6 +152,7 @@ class VersionHeader:
             raise
         finally:
             state.in_flight.discard(work)
+            state.working.discard(work)
         return True
 
 

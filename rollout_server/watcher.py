@@ -17,7 +17,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from ..shared.base import BaseIdentity
-from ..shared.errors import ApplyError, BaseMismatchError, ExchangeNotFoundError, WeightferryError
+from ..shared.errors import (
+    ApplyError,
+    BaseMismatchError,
+    EngineBusyError,
+    ExchangeNotFoundError,
+    WeightferryError,
+)
 from ..shared.exchange import Exchange, Version
 from ..shared.pointer import require_log_reaches_pointer
 from ..shared.watch import INTERVAL_S, MIN_GAP_S, Watch
@@ -214,7 +220,8 @@ class Watcher:
     def _refuse(self, version: Version, error: Exception) -> None:
         known = self._state.refused.get(version.number)
         tries = known.tries + 1 if known else 1
-        wait_s = self._settings.retry_after(tries)
+        num_busy = (known.num_busy if known else 0) + isinstance(error, EngineBusyError)
+        wait_s = self._settings.retry_after(tries, num_busy)
         # what is not ours carries no words of its own about what it is
         reason = str(error) if isinstance(error, WeightferryError | OSError) else repr(error)
         kind = kind_of(error)
@@ -225,6 +232,7 @@ class Watcher:
                 kind=kind,
                 reason=reason,
                 tries=tries,
+                num_busy=num_busy,
                 retry_at=None if wait_s is None else self._clock() + wait_s,
             )
         )

@@ -21,7 +21,8 @@
     └── ApplyError                 a version could not be made active; the old one still answers
         ├── IncompatibleError      this server cannot serve what the version holds; the way out is named
         ├── DivergedError          the version's weights are not finite
-        └── SlowStorageError       the exchange or the cache did not answer within its deadline
+        ├── SlowStorageError       the exchange or the cache did not answer within its deadline
+        └── EngineBusyError        the engine did not stand still in time; nothing is wrong with the version
 
 A message says what, where, expected and found, and what to do now, in one line where it can.
 """
@@ -153,3 +154,7 @@ class DivergedError(ApplyError):
 
 class SlowStorageError(ApplyError):
     """A call to the exchange or to the cache did not end within its deadline."""
+
+
+class EngineBusyError(ApplyError):
+    """The engine did not pause within its deadline; the version was not touched, a later try may succeed."""

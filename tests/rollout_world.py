@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,21 @@ class FakeEngine:
     state: ServerState | None = None
     events: list[str] = field(default_factory=list)
     failures: list[Exception | None] = field(default_factory=list)
+    pause_failure: Exception | None = None
     resume_failure: Exception | None = None
     num_lost: int = 0
     at_resume: Callable[[], None] = lambda: None
+    # as with a real engine, other tasks run meanwhile
+    while_pausing: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
     adapters: dict[str, Path] = field(default_factory=dict)
     remove_failure: Exception | None = None
     answered_number_at_resume: int = -1
 
-    async def pause(self) -> None:
-        self.events.append("pause")
-        await asyncio.sleep(0)  # as with a real engine, other tasks run meanwhile
+    async def pause(self, mode: str, deadline_s: float) -> None:
+        self.events.append("pause" if mode == "keep" else f"pause {mode}")
+        await self.while_pausing()
+        if self.pause_failure is not None:
+            raise self.pause_failure
 
     async def resume(self) -> None:
         self.events.append("resume")
@@ -103,12 +108,14 @@ class World:
         self.checkpoint = Checkpoint.open(self.base_dir)
         identity, digests = identify_base(self.checkpoint)
         self.engine = FakeEngine(tensors={n: self.checkpoint.read_bytes(n) for n in self.checkpoint.slots})
-        self.state = ServerState(apply=apply, exchange=str(self.exchange_path))
-        self.engine.state = self.state
         given = {variable(name): value for name, value in settings.items()}
         server_settings = ServerSettings.from_environment(
             given | {"WEIGHTFERRY_EXCHANGE": str(self.exchange_path)}
         )
+        self.state = ServerState(
+            apply=apply, exchange=str(self.exchange_path), pause_mode=server_settings.pause_mode
+        )
+        self.engine.state = self.state
         self.cache_dir.mkdir()
         stager, self.background = Stager(self.cache_dir), Background(deadline_s=60.0)
         self.published: list[int] = []
@@ -118,7 +125,9 @@ class World:
         applier = (
             AdapterApplier(*parts, "policy")
             if apply == "adapter"
-            else MergedApplier(*parts, sources[apply](stager, self.checkpoint, digests))
+            else MergedApplier(
+                *parts, sources[apply](stager, self.checkpoint, digests), server_settings.pause_policy
+            )
         )
         self.registry = CollectorRegistry()
         metrics = Metrics(self.state, lambda: stager.fetched_bytes, self.registry)

@@ -67,6 +67,11 @@ def ask_long_for(server: LiveServer, version: int) -> httpx.Response:
     return server.http.post("/v1/completions", json=body, headers=headers)
 
 
+def ask_long(server: LiveServer) -> httpx.Response:
+    body = {"model": MODEL, "prompt": [PROMPT] * 8, "max_tokens": LONG, "temperature": 0.0}
+    return server.http.post("/v1/completions", json=body | {"ignore_eos": True})
+
+
 def check_that_the_engine_ends_with(server: LiveServer) -> None:
     children = server.kill()
     assert children
@@ -102,6 +107,34 @@ def test_a_request_outlives_reloads_of_merged_weights(stage):
         assert (applied["tensors_applied"], applied["tensors_unchanged"]) == (0, 27)
         assert server.ask_greedy(OTHERS) == (before, {same})
         check_that_the_engine_ends_with(server)
+
+
+def test_with_abort_running_requests_end_at_once_with_what_they_have(stage):
+    with stage.server("merged", "--pause-mode", "abort") as server, stage.training() as training:
+        with ThreadPoolExecutor(max_workers=1) as pool, server.long_request(PROMPT, LONG) as streamed:
+            whole = pool.submit(ask_long, server)
+            number = training.publish()
+            server.wait_for_version(number)
+            assert streamed.result().num_tokens < 8 * LONG
+        body = whole.result().raise_for_status().json()
+        assert {choice["finish_reason"] for choice in body["choices"]} == {"abort"}
+        assert body["usage"]["completion_tokens"] < 8 * LONG
+        assert server.ask_greedy(OTHERS)[1] == {number}
+
+
+def test_with_wait_a_request_that_outlives_the_deadline_keeps_its_version_and_the_next_follows(stage):
+    flags = ("--pause-mode", "wait", "--pause-deadline-s", "0.5")
+    with stage.server("merged", *flags) as server, stage.training() as training:
+        with server.long_request(PROMPT, LONG) as long:
+            number = training.publish()
+            assert "requests did not end within" in server.wait_for_refusal(number)
+            assert server.ask_greedy(OTHERS)[1] == {0}  # nothing is left paused
+            assert not long.done()
+        assert long.result().versions == {0}
+        assert long.result().num_tokens == 8 * LONG
+        status = server.wait_for_version(number)
+        assert status["refused"] == []
+        assert server.ask_greedy(OTHERS)[1] == {number}
 
 
 def test_an_adapter_serves_its_requests_to_their_end_however_many_come_after_it(stage):

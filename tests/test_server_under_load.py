@@ -2,14 +2,15 @@
 that of the versions it names, token by token.
 
 With merged weights a request may outlive an apply: its tokens are then a beginning under one version and a
-continuation of that very beginning under a later one, never a mixture. The continuations are asked anew from
-the server, held at each version, after the load; that a server held at a version answers as a fresh engine
-does is checked before it.
+continuation of that very beginning under a later one, never a mixture; with `--pause-mode wait`, as with
+adapters, each answer is of one version. The continuations are asked anew from the server, held at each
+version, after the load; that a server held at a version answers as a fresh engine does is checked before it.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -170,8 +171,13 @@ def advance(answer: Answer, continuation: Tokens) -> bool:
     return answer.num_explained == len(answer.tokens)
 
 
-@pytest.mark.parametrize("apply", ["merged", "fold", "adapter"])
-def test_under_load_no_request_fails_and_every_answer_is_that_of_the_versions_it_names(tmp_path, apply):
+@pytest.mark.parametrize(
+    ("apply", "pause"),
+    [("merged", "keep"), ("fold", "keep"), ("adapter", "keep"), ("merged", "wait"), ("fold", "wait")],
+)
+def test_under_load_no_request_fails_and_every_answer_is_that_of_the_versions_it_names(
+    tmp_path, apply, pause
+):
     base = make_tiny_model(tmp_path / "base")
     contents = make_contents(tmp_path, base, 3)
     is_adapter = apply == "adapter"
@@ -179,7 +185,7 @@ def test_under_load_no_request_fails_and_every_answer_is_that_of_the_versions_it
     fresh = ask_fresh_engines(PROMPTS, starts)
     exchange = tmp_path / "exchange"
     with (
-        live_server(tmp_path, base, exchange, apply) as server,
+        live_server(tmp_path, base, exchange, apply, "--pause-mode", pause) as server,
         reissuing(exchange, base, contents, keep=3, grace_s=1.0) as reissuer,
     ):
         for reference in fresh:
@@ -191,11 +197,18 @@ def test_under_load_no_request_fails_and_every_answer_is_that_of_the_versions_it
         answers = load.answers
         assert len(answers) > NUM_APPLIES
         assert all(len(answer.tokens) == MAX_TOKENS for answer in answers)
-        if is_adapter:
-            for answer in answers:  # a request keeps the adapter that it was given
+        is_one_version = is_adapter or pause == "wait"
+        if is_one_version:
+            for answer in answers:  # a request keeps the adapter that it was given, or ends before an apply
                 assert answer.at_arrival == answer.at_head
                 answer.at_end = answer.at_head
         spanning = [answer for answer in answers if answer.at_end > answer.at_arrival]
-        assert is_adapter == (not spanning)
+        assert is_one_version == (not spanning)
         explain(server, reissuer, answers)
-        print(f"{apply}: {len(answers)} answers, {len(spanning)} of them across an apply; none failed")
+        pauses = [entry["pause_s"] for entry in server.status()["applied"]]
+        print(
+            f"{apply}, {pause}: median pause {statistics.median(pauses):.3f} s, longest {max(pauses):.3f} s"
+        )
+        print(
+            f"{apply}, {pause}: {len(answers)} answers, {len(spanning)} of them across an apply; none failed"
+        )
