@@ -102,19 +102,18 @@ class FakeEngine:
 class World:
     """One base, one exchange (not made yet), one server around a fake engine."""
 
-    def __init__(self, directory: Path, apply: str = "merged", **settings: str) -> None:
+    def __init__(
+        self, directory: Path, apply: str = "merged", url: str | None = None, **settings: str
+    ) -> None:
         self.base_dir, self.exchange_path = make_base(directory / "base"), directory / "exchange"
+        self.url = url or str(self.exchange_path)
         self.cache_dir = directory / "cache"
         self.checkpoint = Checkpoint.open(self.base_dir)
         identity, digests = identify_base(self.checkpoint)
         self.engine = FakeEngine(tensors={n: self.checkpoint.read_bytes(n) for n in self.checkpoint.slots})
         given = {variable(name): value for name, value in settings.items()}
-        server_settings = ServerSettings.from_environment(
-            given | {"WEIGHTFERRY_EXCHANGE": str(self.exchange_path)}
-        )
-        self.state = ServerState(
-            apply=apply, exchange=str(self.exchange_path), pause_mode=server_settings.pause_mode
-        )
+        server_settings = ServerSettings.from_environment(given | {"WEIGHTFERRY_EXCHANGE": self.url})
+        self.state = ServerState(apply=apply, exchange=self.url, pause_mode=server_settings.pause_mode)
         self.engine.state = self.state
         self.cache_dir.mkdir()
         stager, self.background = Stager(self.cache_dir), Background(deadline_s=60.0)

@@ -1,4 +1,4 @@
-"""A hot-reloaded server answers token for token as a fresh vLLM started on the version does.
+"""A hot-reloaded server answers token for token as a fresh vLLM on the version does (field case 2).
 
 Prompts longer than one KV block (128 tokens on CPU) are asked before and after each reload, so that a stale
 prefix cache would show.
