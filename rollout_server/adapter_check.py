@@ -1,9 +1,9 @@
 """Checks of a staged adapter before vLLM serves it or it is folded into the base.
 
-vLLM itself accepts wrong shapes, ranks and NaN without a word.
+vLLM itself accepts wrong shapes, dtypes, ranks and NaN without a word.
 
 Facts: vLLM 0.32, lora/lora_model.py and peft_helper.py. Every module that the manifest names must be there
-with both factors, in the shapes that the base and the rank demand, finite.
+with both factors, in the shapes that the base and the rank demand, floating and finite.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .worker_extension import read_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
+FACTOR_DTYPES = ("BF16", "F16", "F32", "F64")
 FACTOR_NAMES = ("base_model.model.{}.lora_A.weight", "base_model.model.{}.lora_B.weight")
 
 
@@ -48,6 +49,14 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
     """
     _check_config(json.loads((directory / CONFIG_NAME).read_bytes()))
     specs = {name: slot.spec for name, slot in read_header(directory / WEIGHTS_NAME).items()}
+    _check_shapes(specs, entry, base)
+    _check_dtypes(specs)
+    _check_finite(directory / WEIGHTS_NAME, list(specs))
+    return len(specs)
+
+
+def _check_shapes(specs: dict[str, TensorSpec], entry: AdapterEntry, base: dict[str, TensorSpec]) -> None:
+    """Both factors of every module of the manifest, and nothing else."""
     expected: dict[str, tuple[int, ...]] = {}
     for module in entry.modules:
         weight = base.get(f"{module.name}.weight")
@@ -64,8 +73,14 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
             raise IncompatibleError(
                 f"adapter tensor {name}: shape {expected.get(name)} expected, {found} found"
             )
-    _check_finite(directory / WEIGHTS_NAME, list(specs))
-    return len(specs)
+
+
+def _check_dtypes(specs: dict[str, TensorSpec]) -> None:
+    for name, spec in sorted(specs.items()):
+        if spec.dtype not in FACTOR_DTYPES:
+            raise IncompatibleError(
+                f"adapter tensor {name}: one of {', '.join(FACTOR_DTYPES)} expected, {spec.dtype} found"
+            )
 
 
 def _check_config(config: dict) -> None:

@@ -1,4 +1,4 @@
-"""An adapter is checked whole before vLLM sees it: vLLM itself takes wrong shapes, ranks and NaN silently."""
+"""An adapter is checked whole before vLLM sees it: vLLM takes wrong shapes, dtypes and NaN silently."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def test_a_whole_adapter_passes(tmp_path):
             {B: np.ones((16, 3), dtype=np.float32)},
             r"lora_B\.weight: shape \(16, 4\) expected, \(16, 3\) found",
         ),
+        ({B: np.ones((16, 4), dtype=np.int32)}, r"lora_B\.weight: one of BF16, .* expected, I32 found"),
         ({B: np.full((16, 4), np.inf, dtype=np.float32)}, "is not finite"),
         ({"base_model.model.layers.9.x.lora_A.weight": np.ones((4, 8), dtype=np.float32)}, "None expected"),
     ],
