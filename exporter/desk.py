@@ -2,7 +2,9 @@
 
 Decided by trial when a publisher is made: rank 0 leaves a token in the exchange; every other rank must read
 it through the same URL, open the same base, and answer with a file that rank 0 can read. If one cannot, rank
-0 writes alone, and says so in one line. Follows docs/format.md [5] 3.
+0 writes alone, and says so in one line. Ranks for which the token is the same inode of the same kernel share
+its pages, and may fill one file together; that two hosts' file system is as coherent cannot be found out.
+Follows docs/format.md [5] 3.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import logging
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..shared.checkpoint import Checkpoint
@@ -21,6 +24,7 @@ from .collectives import ControlGroup
 from .live_base import LiveBase
 
 _LOG = logging.getLogger(__name__)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +75,18 @@ class Desk:
         return xxh3_128(canonical_json(sorted(rows)))
 
 
-def desk_of_this_rank(control: ControlGroup, own: Desk | None) -> tuple[Desk | None, bool]:
-    """This rank's desk, and whether every rank has one; `own` is rank 0's. Collective."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Whether every rank writes, and whether all of them may write into one file."""
+
+    all_write: bool
+    share_files: bool
+
+
+def desk_of_this_rank(control: ControlGroup, own: Desk | None) -> tuple[Desk | None, Reach]:
+    """This rank's desk, and who writes; `own` is rank 0's. Collective."""
     if control.world_size == 1:
-        return own, True
+        return own, Reach(all_write=True, share_files=False)
     token, nonce = f".tmp-reach-{uuid.uuid4().hex}", uuid.uuid4().hex
 
     def tell() -> dict[str, Any]:
@@ -84,17 +96,23 @@ def desk_of_this_rank(control: ControlGroup, own: Desk | None) -> tuple[Desk | N
 
     told = control.from_first(tell)
     joined, why_not = (own, "") if own is not None else _join(told, control.rank)
-    answers = control.to_first(lambda: why_not)
+    sees = None if joined is None else _identity(joined, told["token"])
+    answers = control.to_first(lambda: {"why_not": why_not, "sees": sees})
 
-    def judge() -> list[str]:
+    def judge() -> dict[str, Any]:
         assert own is not None
         names = [f"{token}.{rank}" for rank in range(1, control.world_size)]
-        return _unreachable(own.exchange.store, [token, *names], answers, nonce)
+        cannot = _unreachable(own.exchange.store, [token, *names], answers, nonce)
+        first = answers[0]["sees"]
+        share_files = first is not None and all(answer["sees"] == first for answer in answers)
+        return {"cannot": cannot, "share_files": share_files and not cannot}
 
-    cannot: list[str] = control.from_first(judge)
-    if cannot and own is not None:
-        _LOG.warning("rank 0 writes every version alone: %s", "; ".join(cannot))
-    return (own, False) if cannot else (joined, True)
+    verdict = control.from_first(judge)
+    if verdict["cannot"]:
+        if own is not None:
+            _LOG.warning("rank 0 writes every version alone: %s", "; ".join(verdict["cannot"]))
+        return own, Reach(all_write=False, share_files=False)
+    return joined, Reach(all_write=True, share_files=verdict["share_files"])
 
 
 def _join(told: dict[str, Any], rank: int) -> tuple[Desk | None, str]:
@@ -112,11 +130,22 @@ def _join(told: dict[str, Any], rank: int) -> tuple[Desk | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _unreachable(store: Store, names: list[str], answers: list[str], nonce: str) -> list[str]:
+def _identity(desk: Desk, token: str) -> list[Any] | None:
+    """The kernel, the device and the inode that the token is for this rank; None in a bucket."""
+    if (path := desk.exchange.store.path) is None:
+        return None
+    try:
+        found = (path / token).stat()
+        return [_BOOT_ID.read_text(), found.st_dev, found.st_ino]
+    except OSError:
+        return None
+
+
+def _unreachable(store: Store, names: list[str], answers: list[dict[str, Any]], nonce: str) -> list[str]:
     """The ranks that cannot write, each with its reason; removes the token and the answers."""
     cannot = []
-    for rank, (name, why_not) in enumerate(zip(names, answers, strict=True)):
-        if why_not or store.read(name) != nonce.encode():
+    for rank, (name, answer) in enumerate(zip(names, answers, strict=True)):
+        if (why_not := answer["why_not"]) or store.read(name) != nonce.encode():
             cannot.append(f"rank {rank} does not reach the exchange ({why_not or 'its answer is not there'})")
         store.remove(name)
     return cannot

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shared.commit_log import LogEntry, slot_name
+from ..shared.errors import WeightferryError
 from ..shared.exchange import Version
 from ..shared.manifest import AdapterEntry
 from ..shared.merge import COMPUTE_DTYPE
@@ -22,18 +23,23 @@ from ..shared.writer import ExchangeWriter
 from .adapter_directory import AdapterView
 from .checkpoint_files import side_files
 from .desk import Desk
-from .fidelity import summary
+from .fidelity import Fidelity, summary
 from .layer_clone import Gathered
 from .part import PartRecord
+from .row_shards import tiles
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What the publisher knows of a version: its kind, and the model's; `tied` as in CheckpointNames."""
+    """What the publisher knows of a version: its kind, and the model's; `tied` as in CheckpointNames.
+
+    `by_rows`: the tensors that several ranks wrote together.
+    """
 
     published: str
+    by_rows: list[str]
     world_size: int
     device: str
     tied: dict[str, str]
@@ -62,6 +68,7 @@ class Draft:
         """
         for part in parts:
             self._publication.enter(part.files, part.tensors)
+        self._require_whole(about.by_rows, parts)
         is_untied = any(part.untied for part in parts)
         if about.published != "adapter":
             self._publication.write_index()
@@ -85,14 +92,30 @@ class Draft:
             if self._committed_entry() is None:
                 self._publication.abandon()
 
+    def _require_whole(self, by_rows: list[str], parts: list[PartRecord]) -> None:
+        """Every byte of what ranks wrote together was written, once: a gap would be read as zeros."""
+        spans: dict[str, list[tuple[int, int]]] = {name: [] for name in by_rows}
+        for name, begin, end in (piece for part in parts for piece in part.pieces):
+            spans[name].append((begin, end))
+        for name, of in spans.items():
+            size = self._desk.checkpoint.specs[name].size_bytes
+            if not tiles(sorted(of), size):
+                raise WeightferryError(
+                    f"the ranks did not write the whole of {name} ({size} bytes), or wrote some of it twice: "
+                    f"{sorted(of)}; nothing was published, please report this with the model's sharding"
+                )
+
     def _merge_fields(self, about: About, parts: list[PartRecord], *, is_untied: bool) -> dict[str, Any]:
         if about.published == "adapter":
             return {}
         dtype = str(COMPUTE_DTYPE).removeprefix("torch.")
-        figures = [item for part in parts for item in part.fidelity.items()]
+        figures: dict[str, Fidelity] = {}
+        for part in parts:
+            for name, found in part.fidelity.items():
+                figures[name] = figures.get(name, Fidelity()) + found
         return {
             "merge": {"rule": "exact", "dtype": dtype, "device": about.device},
-            "fidelity": summary(dict(sorted(figures))),
+            "fidelity": summary(figures),
             "tied": () if is_untied else tuple(sorted(about.tied.items())),
         }
 

@@ -96,7 +96,11 @@ def merged_state(
 
     `memo` receives the merged clone of each live module, by the live one's id().
     """
-    clone = float64_clone(module, gathered, memo)
+    return merge_clone(float64_clone(module, gathered, memo))
+
+
+def merge_clone(clone: Any) -> dict[str, torch.Tensor]:
+    """Have PEFT merge the active adapters of a clone; the base's tensors below it."""
     with torch.no_grad():
         if hasattr(clone, "unload_and_optionally_merge_module"):
             plain = clone.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)

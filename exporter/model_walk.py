@@ -63,6 +63,11 @@ class Unit:
     def everything(self) -> list[torch.Tensor]:
         return _once(self.changing() + [plain.tensor for plain in self.plain])
 
+    def moving_names(self) -> set[str]:
+        """In-memory names of what training moves, adapters apart."""
+        below = {prefix + name for prefix, names in self.moving.items() for name in names}
+        return below | {plain.name for plain in self.plain if plain.is_trained}
+
     def signature(self) -> tuple:
         """What must stay as it is while a publisher lives: which modules are adapted, what is trained."""
         adapted = [(prefix, type(module).__name__, self.moving[prefix]) for prefix, module in self.adapted]

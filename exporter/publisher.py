@@ -1,8 +1,9 @@
 """Publishing a LoRA model that is in training: the exporter's public face.
 
 Invariants: the model is only read; every rank does the same collectives in the same order; a version appears
-on every rank or on none. Every rank that reaches the exchange merges and writes the units dealt to it; rank 0
-writes the adapter and commits. Called by the trainer and by people's own loops.
+on every rank or on none. Every rank that reaches the exchange writes: its own rows of each unit where ranks
+hold rows and share a host, else the whole units dealt to it; rank 0 writes the adapter and commits. Called by
+the trainer and by people's own loops.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from .refusals import (
     refuse_unreadable,
     residual_adapters,
 )
+from .row_merge import RowDigests, row_digests
+from .row_shards import factors, merges_by_rows
 from .version_plan import Surveyor, UnitPlan
 
 DEADLINE_S = 600.0
@@ -94,10 +97,11 @@ class Publisher:
         try:
             self.run_id: str = self._control.from_first(lambda: run_id or f"run-{uuid.uuid4().hex[:8]}")
             first_desk = self._control.together(lambda: self._check_request(exchange))
-            self._desk, self._all_write = desk_of_this_rank(self._control, first_desk)
+            self._desk, self._reach = desk_of_this_rank(self._control, first_desk)
             self._units, self._names = self._control.together(self._take_apart)
             self._signature = [unit.signature() for unit in self._units]
-            self._plans, self._rounds = self._plan()
+            self._plans, self._rounds, self._owners = self._plan()
+            self._row_digests = self._control.together(self._digest_rows)
             become = partial(
                 ExchangeWriter.become,
                 run_id=self.run_id,
@@ -175,20 +179,43 @@ class Publisher:
     def _walk(self) -> list[Unit]:
         return walk(base_model(self._root), residual_adapters(peft_model(self._root)))
 
-    def _plan(self) -> tuple[list[UnitPlan], list[Round]]:
-        """What every version writes of each unit, and which rank writes it; the same on every rank."""
+    def _plan(self) -> tuple[list[UnitPlan], list[Round], Round]:
+        """What every version writes of each unit, and which rank does; the same on every rank.
+
+        Rounds of whole units, and of each unit that is written by rows its index and its owner.
+        """
         plans = self._survey()
 
         def tell() -> dict[str, Any]:
             assert self._desk is not None  # asked on rank 0 only
             specs = self._desk.checkpoint.specs
-            num_ranks = self._control.world_size if self._all_write else 1
-            rounds = deal([plan.size_bytes(specs) for plan in plans], num_ranks)
-            return {"plans": [plan.to_json() for plan in plans], "rounds": rounds}
+            by_rows = [index for index, plan in enumerate(plans) if self._is_by_rows(plan)]
+            dealt = [index for index in range(len(plans)) if index not in by_rows]
+            sizes = [plan.size_bytes(specs) for plan in plans]
+            num_writers = self._control.world_size if self._reach.all_write else 1
+            rounds = deal([sizes[index] for index in dealt], num_writers)
+            owners = deal([sizes[index] for index in by_rows], num_writers)
+            return {
+                "plans": [plan.to_json() for plan in plans],
+                "rounds": [[(dealt[at], rank) for at, rank in one] for one in rounds],
+                "owners": sorted((by_rows[at], rank) for one in owners for at, rank in one),
+            }
 
         told = self._control.from_first(tell)
         pairs = zip(self._units, told["plans"], strict=True)
-        return [UnitPlan.from_json(unit, plan) for unit, plan in pairs], told["rounds"]
+        plans = [UnitPlan.from_json(unit, plan) for unit, plan in pairs]
+        return plans, told["rounds"], told["owners"]
+
+    def _is_by_rows(self, plan: UnitPlan) -> bool:
+        can = self._has_merged and self._reach.share_files and bool(plan.blocks)
+        return can and merges_by_rows(plan.unit, self._control.world_size)
+
+    def _digest_rows(self) -> RowDigests:
+        """Right after the survey: what this rank holds now is the base's."""
+        digests: RowDigests = {}
+        for index, _ in self._owners:
+            digests |= row_digests(self._plans[index].unit, self._control.rank)
+        return digests
 
     def _survey(self) -> list[UnitPlan]:
         """Compare every live tensor with the base, unit by unit; rank 0 learns what each unit holds."""
@@ -226,9 +253,9 @@ class Publisher:
         return {"dir": self._draft.relative_dir, "is_signed": self._writer.signing_key is not None}
 
     def _write_units(self, begun: dict[str, Any]) -> list[PartRecord]:
-        """Round after round, gather its units, then merge and write one on each rank.
+        """Round after round, gather its units, then merge and write one on each rank; then units by rows.
 
-        After a failure anywhere every rank stops at that round. Returns, on rank 0, what the ranks wrote.
+        After a failure anywhere every rank stops there. Returns, on rank 0, what the ranks wrote.
         """
         part = None
         if self._desk is not None:
@@ -236,11 +263,15 @@ class Publisher:
                 self._desk,
                 self._names,
                 begun["dir"],
+                rank=self._control.rank,
                 base_shards=self._base_shards,
+                row_digests=self._row_digests,
                 is_signed=begun["is_signed"],
             )
         for dealt in self._rounds:
             self._control.together(partial(self._write_round, part, dealt))
+        if self._owners and part is not None:
+            self._write_by_rows(part)
         records = self._control.to_first(lambda: part.record().to_json() if part else None)
         return [PartRecord.from_json(record) for record in records if record is not None]
 
@@ -250,6 +281,18 @@ class Publisher:
         for plan, is_own in plans:
             if part is not None and is_own:
                 part.write_unit(plan, gathered)
+
+    def _write_by_rows(self, part: Part) -> None:
+        """Owners make the files, all fill them unit by unit, and owners read what lies there."""
+        plans = [(self._plans[index], rank == self._control.rank) for index, rank in self._owners]
+        own = [plan for plan, is_owner in plans if is_owner]
+        self._control.together(lambda: [part.begin_unit(plan) for plan in own])
+        for plan, is_owner in plans:
+            self._control.together(partial(self._write_rows, part, plan, is_owner))
+        self._control.together(lambda: [part.enter_unit(plan) for plan in own])
+
+    def _write_rows(self, part: Part, plan: UnitPlan, is_owner: bool) -> None:
+        part.write_rows(plan, gather_all(factors(plan.unit), keep=True), is_owner=is_owner)
 
     def _write_adapter(self) -> None:
         view = self._control.together(lambda: AdapterView(peft_model(self._root), self._adapter_keys))
@@ -265,6 +308,7 @@ class Publisher:
         assert self._draft is not None  # asked on rank 0 only
         about = About(
             published=self._published,
+            by_rows=[name for index, _ in self._owners for name in self._plans[index].changed],
             world_size=self._control.world_size,
             device=next(self._root.parameters()).device.type,
             tied=self._names.tied,

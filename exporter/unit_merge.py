@@ -23,7 +23,7 @@ from .live_base import LiveBase
 from .model_walk import Unit
 from .version_plan import Tie, UnitPlan
 
-_CHANGED_ADVICE = (
+CHANGED_ADVICE = (
     "it was the base's when the publisher was made. Keep the base frozen, and unmerge adapters that were "
     "merged in place"
 )
@@ -43,7 +43,7 @@ class UnitMerge:
     def write(self, plan: UnitPlan, gathered: Gathered) -> None:
         """Write the unit's shard of changed tensors, and link its shard of unchanged ones."""
         base = self.names.revert(self._frozen_base(plan.unit, gathered))
-        self.live_base.require_none(self.live_base.differing(base), _CHANGED_ADVICE)
+        self.live_base.require_none(self.live_base.differing(base), CHANGED_ADVICE)
         merged = self.names.revert(self._merge(plan.unit, gathered))
         specs, read = self.checkpoint.specs, self.checkpoint.read_bytes
         shard: dict[str, tuple[TensorSpec, memoryview]] = {}
@@ -56,10 +56,15 @@ class UnitMerge:
             self._write_tie(tie, merged.pop(tie.spec.name, None), shard)
         assert not merged, f"merged but not planned: {sorted(merged)}"
         if shard:
-            self.files.write_shard(f"{plan.unit.key}.safetensors", list(shard.values()))
+            self.files.write_shard(plan.shard_name, list(shard.values()))
+        self.link_unchanged(plan)
+
+    def link_unchanged(self, plan: UnitPlan) -> None:
+        """Give the version the unit's tensors that equal the base, which the exchange stores once."""
         if plan.unchanged:
-            unchanged = [specs[name] for name in plan.unchanged]
-            self.files.link_base_shard(f"{plan.unit.key}.same.safetensors", unchanged, read)
+            unchanged = [self.checkpoint.specs[name] for name in plan.unchanged]
+            name = f"{plan.unit.key}.same.safetensors"
+            self.files.link_base_shard(name, unchanged, self.checkpoint.read_bytes)
 
     def _merge(self, unit: Unit, gathered: Gathered) -> dict[str, torch.Tensor]:
         """Everything that changes, by in-memory names, in float64."""

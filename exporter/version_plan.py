@@ -22,6 +22,7 @@ from .layer_clone import Gathered, base_state
 from .live_base import LiveBase, some
 from .model_walk import OUTER, Unit
 from .refusals import MergeTrial
+from .row_shards import Block, blocks_of
 
 _LOAD_ADVICE = "load it from that directory, in its dtype or a wider one, and keep the base frozen"
 
@@ -40,12 +41,27 @@ class Tie:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlan:
-    """One unit's checkpoint tensors: written anew (`changed`) or linked from the base."""
+    """One unit's checkpoint tensors: written anew (`changed`) or linked from the base.
+
+    `blocks`: by in-memory name, where each changing tensor stands in the checkpoint, if every one of them can
+    be written by rows; else empty.
+    """
 
     unit: Unit
     changed: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
     ties: tuple[Tie, ...] = ()
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
+
+    @property
+    def shard_name(self) -> str:
+        return f"{self.unit.key}.safetensors"
+
+    @property
+    def taken_along(self) -> list[str]:
+        """Changed tensors that nothing adapts: they go with what the engine fuses them to."""
+        merged = {block[0] for blocks in self.blocks.values() for block in blocks}
+        return [name for name in self.changed if name not in merged]
 
     def size_bytes(self, specs: dict[str, TensorSpec]) -> int:
         """What a version writes anew for it, at most."""
@@ -56,7 +72,8 @@ class UnitPlan:
     def to_json(self) -> dict[str, Any]:
         """Without the unit, which every rank has of its own."""
         ties = [asdict(tie) for tie in self.ties]
-        return {"changed": self.changed, "unchanged": self.unchanged, "ties": ties}
+        lists = {"changed": self.changed, "unchanged": self.unchanged}
+        return lists | {"ties": ties, "blocks": self.blocks}
 
     @classmethod
     def from_json(cls, unit: Unit, value: dict[str, Any]) -> UnitPlan:
@@ -66,16 +83,21 @@ class UnitPlan:
             changed=tuple(value["changed"]),
             unchanged=tuple(value["unchanged"]),
             ties=tuple(Tie(**tie) for tie in ties),
+            blocks={name: [tuple(block) for block in of] for name, of in value["blocks"].items()},
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class UnitSurvey:
-    """What one unit holds (checkpoint names), what of it changes, and what is not the base's."""
+    """What one unit holds (checkpoint names), what of it changes, and what is not the base's.
+
+    `blocks` as in UnitPlan.
+    """
 
     held: set[str] = field(default_factory=set)
     targets: set[str] = field(default_factory=set)
     ties: list[Tie] = field(default_factory=list)
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)
 
 
@@ -119,6 +141,8 @@ class Surveyor:
         survey.differing += self._live_base.differing_in_shape({n: whole[n] for n in moving})
         for alias in sorted(aliases):
             self._survey_tie(unit, alias, tensors, targets, trained, survey)
+        if not survey.ties:
+            survey.blocks = blocks_of(tensors, whole, targets)
         return survey
 
     def _survey_tie(
@@ -175,6 +199,7 @@ def plan_units(
                 changed=tuple(sorted(changed - duplicates)),
                 unchanged=tuple(sorted(mine - changed - duplicates)),
                 ties=tuple(survey.ties),
+                blocks=survey.blocks,
             )
         )
     return plans

@@ -57,17 +57,18 @@ class Checkpoint:
     def specs(self) -> dict[str, TensorSpec]:
         return {name: slot.spec for name, slot in self.slots.items()}
 
-    def read_bytes(self, name: str) -> bytes:
-        """The raw little-endian bytes of one tensor, C order."""
+    def read_bytes(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """The raw little-endian bytes of one tensor, C order; of them, those from `begin` to `end`."""
         slot = self.slots[name]
+        num_bytes = (slot.spec.size_bytes if end is None else end) - begin
         with (self.path / self.file_of[name]).open("rb") as file:
-            file.seek(slot.begin)
-            data = file.read(slot.end - slot.begin)
-        if len(data) != slot.end - slot.begin:
+            file.seek(slot.begin + begin)
+            data = file.read(num_bytes)
+        if len(data) != num_bytes:
             raise IntegrityError(
                 self.path / self.file_of[name],
                 f"was cut while {name} was read",
-                expected=slot.end - slot.begin,
+                expected=num_bytes,
                 found=len(data),
                 action="nobody may change a base in use: restore it, then start again",
             )

@@ -64,6 +64,14 @@ def read_through(file: Readable, digest: FileDigest) -> FileDigest:
     return digest
 
 
+def read_part(file: Readable, size_bytes: int, *digests: FileDigest) -> None:
+    """Digest the next bytes of an open file, or what there is of them."""
+    while size_bytes and (block := file.read(min(size_bytes, READ_BLOCK_BYTES))):
+        for digest in digests:
+            digest.update(block)
+        size_bytes -= len(block)
+
+
 def sha256_hex(data: bytes) -> str:
     """The SHA-256 digest of some bytes, as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()

@@ -2,8 +2,8 @@
 
 Invariants: a file that appears under its final name through `create_exclusive`, `replace` or `link_or_copy`
 is whole; what has returned survives a power cut (fsync of the file, then of its directory); nothing that
-exists is ever opened for writing again. Follows docs/format.md [5]; the measurements behind each choice
-are in docs/decisions/002-durable-writes.md.
+exists is ever opened for writing again, but a joint file by those who fill it. Follows docs/format.md [5];
+the measurements behind each choice are in docs/decisions/002-durable-writes.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .digest import FileDigest
 
 WRITE_BLOCK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".tmp-"
+Buffer = bytes | bytearray | memoryview
 _ESTALE_TRIES = 10
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -77,7 +78,7 @@ class NewFile:
         self._descriptor = os.open(self.path, flags, 0o666)
         return self
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:
+    def write(self, data: Buffer) -> None:
         """Append all bytes of a contiguous buffer."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         for start in range(0, len(view), WRITE_BLOCK_BYTES):
@@ -113,6 +114,45 @@ class NewFile:
     def _remove(self) -> None:
         with suppress(OSError):
             os.unlink(self.path)
+
+
+def create_joint(path: Path, head: bytes, size_bytes: int) -> None:
+    """Make a file of this size that begins with `head`, for several processes of this host to fill."""
+    with NewFile(path, sync=False) as file:
+        file.write(head)
+        with _failures_named(path):
+            os.truncate(path, size_bytes)
+
+
+class FilePart:
+    """Some bytes of a joint file; leaving the `with` block makes them durable."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> FilePart:
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+        return self
+
+    def write_at(self, offset: int, data: Buffer) -> None:
+        """Write all bytes of a contiguous buffer from `offset` on."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), WRITE_BLOCK_BYTES):
+            block, position = view[start : start + WRITE_BLOCK_BYTES], offset + start
+            while block:
+                with _failures_named(self.path):
+                    written = os.pwrite(self._descriptor, block, position)
+                block, position = block[written:], position + written
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with _failures_named(self.path):
+                    os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
 
 
 @contextmanager

@@ -1,17 +1,19 @@
 """The files of one version, as one rank writes them into the directory that only this attempt uses.
 
-Invariants: every file is created once, under its final name, and is durable when its call returns; nothing
-here is visible to readers, and nothing decides whether it ever will be. A `Publication` is one of these with
-a commit; further ranks of the same job write beside it, and tell it what they wrote. Follows docs/format.md
-[5] 3.
+Invariants: every file is created once, under its final name, and is durable when its call returns (a joint
+shard when `enter_joint_shard` does); nothing here is visible to readers, and nothing decides whether it ever
+will be. A `Publication` is one of these with a commit; further ranks of the same job write beside it, and
+tell it what they wrote. Follows docs/format.md [5] 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 
-from .digest import FileDigest, canonical_json, sha256_hex, stream_xxh3_128, xxh3_128
+from .digest import FileDigest, canonical_json, read_part, sha256_hex, stream_xxh3_128, xxh3_128
+from .durable import FilePart, create_joint
 from .errors import FormatError, IntegrityError
 from .exchange import BASE_NAME, Exchange
 from .kill_points import reach
@@ -60,9 +62,38 @@ class VersionFiles:
         Each buffer holds the tensor's bytes, C order, little-endian, and must have exactly its spec's size.
         """
         entry = self._write_tensors(name, tensors, track=True, changed=changed)
-        self._num_shards += 1
-        reach(f"after-shard:{self._num_shards}")
+        self._count_shard()
         return entry
+
+    def begin_joint_shard(self, name: str, specs: Iterable[TensorSpec]) -> None:
+        """Make a shard that several processes of this host fill; one of them enters it when all have."""
+        plan = plan_file(specs)
+        create_joint(self._joint_path(name), plan.header, plan.size_bytes)
+
+    def open_joint_shard(self, name: str) -> FilePart:
+        """A joint shard, for this process to write its bytes into; durable when its `with` block ends."""
+        return FilePart(self._joint_path(name))
+
+    def enter_joint_shard(self, name: str, specs: Iterable[TensorSpec]) -> FileEntry:
+        """Digest a shard and its tensors as they lie there, after every process has written its bytes."""
+        plan, path, whole = plan_file(specs), self._new_path(name), FileDigest(with_sha256=self._is_signed)
+        digests: dict[str, str] = {}
+        with self._store.open(path) as file:
+            read_part(file, len(plan.header), whole)
+            for slot in plan.slots:
+                read_part(file, slot.end - slot.begin, whole, tensor := FileDigest())
+                digests[slot.spec.name] = tensor.xxh3_128
+        if whole.size_bytes != plan.size_bytes:
+            raise IntegrityError(
+                self._store.where(path),
+                "was cut while it was written",
+                expected=plan.size_bytes,
+                found=whole.size_bytes,
+                action="nothing was published",
+            )
+        self._enter_tensors(path, [slot.spec for slot in plan.slots], digests, changed=True)
+        self._count_shard()
+        return self._record(path, whole)
 
     def write_tensor_file(self, name: str, tensors: Sequence[tuple[TensorSpec, Buffer]]) -> FileEntry:
         """Write a safetensors file that is not part of the checkpoint (an adapter's weights)."""
@@ -211,6 +242,14 @@ class VersionFiles:
         if "/" in name:
             self._store.make_directory(path.rpartition("/")[0])
         return path
+
+    def _joint_path(self, name: str) -> Path:
+        assert self._store.path is not None, "a bucket has no joint shards"
+        return self._store.path / self._new_path(name)
+
+    def _count_shard(self) -> None:
+        self._num_shards += 1
+        reach(f"after-shard:{self._num_shards}")
 
     def _new_file(self, path: str) -> AbstractContextManager[Upload]:
         return self._store.new_file(path, sha256=self._is_signed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,11 +17,17 @@ from hypothesis import strategies as st
 from ranks import run_on_ranks
 from tiny_exchange import make_base, publish, writing
 from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
+from torch.distributed.tensor import DTensor
 
+from weightferry.exporter import desk
 from weightferry.exporter.deal import deal
+from weightferry.exporter.model_walk import base_model
 from weightferry.exporter.publisher import Publisher
-from weightferry.shared.errors import UsageError
+from weightferry.exporter.row_merge import RowMerge
+from weightferry.shared.durable import FilePart
+from weightferry.shared.errors import BaseMismatchError, PublishError, UsageError
 from weightferry.shared.exchange import Exchange
+from weightferry.shared.tensor_files import read_header
 from weightferry.shared.verify import verify_exchange
 from weightferry.shared.version_files import VersionFiles
 
@@ -54,10 +61,20 @@ def test_no_rank_gets_more_bytes_than_another_by_more_than_the_largest_unit(size
     assert max(loads) - min(loads) <= max(sizes)
 
 
+def without_shared_pages() -> Any:
+    """As where each rank has a kernel of its own: units are dealt to ranks, not written by rows."""
+    return mock.patch.object(desk, "_identity", return_value=[dist.get_rank()])
+
+
+def publish_dealt(directory: Path, exchange_name: str) -> tuple[Path, list[str]]:
+    with without_shared_pages():
+        return publish_and_tell(directory, exchange_name)
+
+
 def publish_and_tell(directory: Path, exchange_name: str) -> tuple[Path, list[str]]:
-    """Publish "all-linear"; the version's directory, and the shards that this rank wrote."""
+    """Publish "all-linear"; the version's directory, and the shards that this rank wrote alone."""
     rank, world_size = place()
-    case, written = CASES["all-linear"], []
+    case, written = CASES["all-linear"], list[str]()
     real = VersionFiles.write_shard
 
     def write_shard(files: VersionFiles, name: str, *arguments: Any, **options: Any) -> Any:
@@ -71,15 +88,103 @@ def publish_and_tell(directory: Path, exchange_name: str) -> tuple[Path, list[st
 
 
 @ranks
-def test_every_rank_writes_a_layer(directory):
-    (_, first), (_, second) = run_on_ranks(publish_and_tell, directory, "shared", world_size=2)
+def test_where_ranks_share_no_pages_every_rank_writes_a_layer(directory):
+    (_, first), (_, second) = run_on_ranks(publish_dealt, directory, "dealt", world_size=2)
     assert (first, second) == (["layer-00000.safetensors"], ["layer-00001.safetensors"])
+
+
+def publish_by_rows(directory: Path, exchange_name: str) -> tuple[Path, list[str], list[list], int]:
+    """As `publish_and_tell`; also what this rank wrote into shards of all, and how many tensors it gathered."""
+    spans, num_whole = [], 0
+    real_write, real_full = FilePart.write_at, DTensor.full_tensor
+
+    def write_at(part: FilePart, offset: int, data: Any) -> None:
+        spans.append([part.path.name, offset, len(data)])
+        real_write(part, offset, data)
+
+    def full_tensor(tensor: DTensor, **options: Any) -> Any:
+        nonlocal num_whole
+        num_whole += min(tensor.shape) > 4  # A and B have rank 4
+        return real_full(tensor, **options)
+
+    real_write_units = Publisher._write_units
+
+    def write_units(publisher: Publisher, begun: dict[str, Any]) -> Any:
+        with mock.patch.object(DTensor, "full_tensor", full_tensor):
+            return real_write_units(publisher, begun)
+
+    rows = mock.patch.object(FilePart, "write_at", write_at)
+    with rows, mock.patch.object(Publisher, "_write_units", write_units):
+        path, written = publish_and_tell(directory, exchange_name)
+    return path, written, spans, num_whole
+
+
+@ranks
+def test_by_rows_every_rank_writes_half_of_each_layer_and_gathers_only_the_factors(directory):
+    both = run_on_ranks(publish_by_rows, directory, "by-rows", world_size=2)
+    assert [written for _, written, _, _ in both] == [[], []]
+    assert [num_whole for _, _, _, num_whole in both] == [0, 0]
+    path = both[0][0]
+    for shard_name in ("layer-00000.safetensors", "layer-00001.safetensors"):
+        spans = [[size for name, _, size in spans if name == shard_name] for _, _, spans, _ in both]
+        header = min(slot.begin for slot in read_header(path / shard_name).values())
+        assert sum(map(sum, spans)) == (path / shard_name).stat().st_size - header
+        assert sum(spans[0]) == sum(spans[1])
+    assert (path / "layer-00000.safetensors").read_bytes() == (
+        run_on_ranks(publish_dealt, directory, "as-dealt", world_size=2)[0][0] / "layer-00000.safetensors"
+    ).read_bytes()
+
+
+def publish_with_a_gap(directory: Path) -> tuple[str, str]:
+    """A rank that forgets a piece, then one that does not."""
+    rank, world_size = place()
+    case = CASES["all-linear"]
+    model = shard(build(case, directory), world_size)
+    exchange = open_exchange(rank, directory / "gap", directory / case.base)
+
+    def forget(*_arguments: Any) -> None:
+        pass
+
+    with Publisher(model, exchange) as publisher:
+        fault = mock.patch.object(RowMerge, "_write_rows", forget) if rank == 1 else mock.MagicMock()
+        with fault, pytest.raises(PublishError) as caught:
+            publisher.publish(1)
+        return str(caught.value), str(publisher.publish(2).wait().path)
+
+
+@ranks
+def test_a_gap_in_what_ranks_wrote_together_is_no_version(directory):
+    (first, path), (second, _) = run_on_ranks(publish_with_a_gap, directory, world_size=2)
+    assert first == second
+    assert "the ranks did not write the whole of model.layers.0" in first
+    assert [version.path for version in Exchange.open(directory / "gap").versions()] == [Path(path)]
+
+
+def publish_onto_changed_rows(directory: Path) -> str:
+    """One element of the base moves, in the rows of rank 1 alone."""
+    rank, world_size = place()
+    case = CASES["all-linear"]
+    model = shard(build(case, directory), world_size)
+    exchange = open_exchange(rank, directory / "moved", directory / case.base)
+    with Publisher(model, exchange) as publisher:
+        if rank == 1:
+            weight = base_model(model).model.layers[0].self_attn.q_proj.base_layer.weight
+            weight.to_local()[0, 0] += 1
+        with pytest.raises(BaseMismatchError) as caught:
+            publisher.publish(1)
+    return str(caught.value)
+
+
+@ranks
+def test_rows_that_are_no_longer_the_bases_are_named_on_every_rank(directory):
+    first, second = run_on_ranks(publish_onto_changed_rows, directory, world_size=2)
+    assert first == second
+    assert "in model.layers.0.self_attn.q_proj.weight (other values)" in first
+    assert Exchange.open(directory / "moved").versions() == []
 
 
 def publish_where_rank_1_sees_another_place(directory: Path) -> tuple[Path, list[str], list[str]]:
     """As on another host that has an older copy of the exchange at the same path, and nothing of now."""
-    from weightferry.exporter import desk
-
     real, copy = Exchange.open, directory / "copy"
     if dist.get_rank() == 0:
         Exchange.open(directory / "alone", base=directory / "tiny")
@@ -112,15 +217,50 @@ def test_where_one_rank_does_not_reach_the_exchange_rank_0_writes_alone_and_says
     assert path.is_dir()
 
 
-WORLDS = ["all-linear", "tied, rslora, patterns", "odd sizes", "experts", "head and embedding", "dora"]
+WORLDS = [
+    "all-linear", "queries only", "tied, rslora, patterns", "odd sizes", "experts", "head and embedding",
+    "dora", "biases",
+]  # fmt: skip
+
+
+def publish_cases_dealt(directory: Path, names: list[str]) -> dict[str, Path]:
+    with without_shared_pages():
+        return publish_cases(directory, names)
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> dict[str, Path]:
+    return run_on_ranks(publish_cases, directory, WORLDS, world_size=1)[0]
 
 
 @ranks
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_byte_of_a_version_shows_how_many_ranks_wrote_it(directory, world_size):
-    alone = run_on_ranks(publish_cases, directory, WORLDS, world_size=1)[0]
-    together = run_on_ranks(publish_cases, directory, WORLDS, world_size=world_size)[0]
-    for name in WORLDS:
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [
+        (2, publish_cases),
+        (3, publish_cases),
+        (2, publish_cases_dealt),
+        pytest.param(3, publish_cases_dealt, marks=pytest.mark.slow),
+        pytest.param(4, publish_cases, marks=pytest.mark.slow),
+        pytest.param(4, publish_cases_dealt, marks=pytest.mark.slow),
+    ],
+)
+def test_no_byte_of_a_version_shows_how_many_ranks_wrote_it(directory, alone, world_size, way):
+    compare_with_one_rank(directory, alone, WORLDS, world_size, way)
+
+
+@ranks
+def test_nor_with_one_expert_a_rank(directory, alone):
+    compare_with_one_rank(directory, alone, ["experts"], 4, publish_cases)
+
+
+def compare_with_one_rank(
+    directory: Path, alone: dict[str, Path], names: list[str], world_size: int, way: Callable
+) -> None:
+    for stale in directory.glob(f"exchange-{world_size}-*"):
+        shutil.rmtree(stale)
+    together = run_on_ranks(way, directory, names, world_size=world_size)[0]
+    for name in names:
         one, many = alone[name], together[name]
         files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
         assert files == sorted(path.relative_to(many) for path in many.rglob("*") if path.is_file())
