@@ -8,8 +8,9 @@ own part of it. Nothing here is collective. Called by the publisher, `version_pl
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from .model_walk import Unit
 
 # A checkpoint tensor's name, and the elements of the tensor in memory that it is: from, up to.
 Block = tuple[str, int, int]
+Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,26 +137,69 @@ def _cut_b(b: torch.Tensor, num_experts: int, index: slice | torch.Tensor) -> to
 
 
 def blocks_of(
-    tensors: dict[str, torch.Tensor], reverted: dict[str, torch.Tensor], wanted: Iterable[str]
+    tensors: dict[str, torch.Tensor], reverted: dict[str, torch.Tensor], wanted: Iterable[str], revert: Revert
 ) -> dict[str, list[Block]]:
     """Which stretch of each wanted tensor in memory is which checkpoint tensor; empty if one is more.
 
-    `reverted` is what transformers made of `tensors`: where it only renamed or cut along the first
-    dimensions, its tensors are views, and their addresses say of what. A copy (a transposition) is none.
+    `reverted` is what `revert`, transformers' conversion, made of `tensors`.
     """
+    by_address, blocks = _blocks_by_address(tensors, reverted), {}
+    for name in wanted:
+        size, found = tensors[name].numel(), sorted(by_address.get(name, []), key=_begin)
+        if not tiles([block[1:] for block in found], size):
+            found = sorted(_blocks_by_probe(name, tensors[name].shape, revert), key=_begin)
+        if not tiles([block[1:] for block in found], size):
+            return {}
+        blocks[name] = found
+    return blocks
+
+
+def _begin(block: Block) -> int:
+    return block[1]
+
+
+def _blocks_by_address(
+    tensors: dict[str, torch.Tensor], reverted: dict[str, torch.Tensor]
+) -> dict[str, list[Block]]:
+    """What transformers only renamed, or cut into views: their addresses say of what they are which part."""
     starts = sorted((t.data_ptr(), name) for name, t in tensors.items() if t.numel() and t.is_contiguous())
-    addresses, found = [start for start, _ in starts], {name: list[Block]() for name in wanted}
+    addresses, found = [start for start, _ in starts], dict[str, list[Block]]()
     for on_disk, view in reverted.items():
         at = bisect_right(addresses, view.data_ptr()) - 1
         if at < 0 or not view.is_contiguous():
             continue
         start, name = starts[at]
         begin = (view.data_ptr() - start) // view.element_size()
-        if name in found and begin + view.numel() <= tensors[name].numel():
-            found[name].append((on_disk, begin, begin + view.numel()))
-    blocks = {name: sorted(of, key=lambda block: block[1]) for name, of in found.items()}
-    is_whole = all(tiles([block[1:] for block in of], tensors[name].numel()) for name, of in blocks.items())
-    return blocks if is_whole else {}
+        if begin + view.numel() <= tensors[name].numel():
+            found.setdefault(name, []).append((on_disk, begin, begin + view.numel()))
+    return found
+
+
+def _blocks_by_probe(name: str, shape: torch.Size, revert: Revert) -> list[Block]:
+    """What transformers copies (experts out of a fused tensor): told by numbers that stand for the weights.
+
+    One probe holds the number of its row in every element, another that of its column. A conversion that
+    does not keep rows whole and in order leaves something out here.
+    """
+    if len(shape) < 2:
+        return []
+    num_columns, num_rows = shape[-1], math.prod(shape[:-1])
+    columns = torch.arange(num_columns, dtype=torch.int32)
+    kept = {
+        on_disk
+        for on_disk, probe in revert({name: columns.expand(shape)}).items()
+        if probe.shape[-1:] == columns.shape and bool((probe == columns).all())
+    }
+    rows = torch.arange(num_rows, dtype=torch.int32).reshape(*shape[:-1], 1).expand(shape)
+    blocks = []
+    for on_disk, probe in revert({name: rows}).items():
+        if on_disk not in kept:
+            continue
+        numbers = probe.reshape(-1, num_columns)
+        first = int(numbers[0, 0])
+        if bool((numbers == torch.arange(first, first + len(numbers)).unsqueeze(1)).all()):
+            blocks.append((on_disk, first * num_columns, (first + len(numbers)) * num_columns))
+    return blocks
 
 
 def tiles(spans: list[tuple[int, int]], size: int) -> bool:

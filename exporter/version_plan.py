@@ -142,7 +142,7 @@ class Surveyor:
         for alias in sorted(aliases):
             self._survey_tie(unit, alias, tensors, targets, trained, survey)
         if not survey.ties:
-            survey.blocks = blocks_of(tensors, whole, targets)
+            survey.blocks = blocks_of(tensors, whole, targets, self._names.revert)
         return survey
 
     def _survey_tie(

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from weightferry.exporter import desk
 from weightferry.exporter.model_walk import base_model
 from weightferry.exporter.publisher import Publisher
 from weightferry.shared import durable
@@ -175,6 +176,11 @@ def full_disk_at_file(number: int) -> Any:
         return real(self)
 
     return mock.patch.object(durable.NewFile, "__enter__", enter)
+
+
+def without_shared_pages() -> Any:
+    """As where each rank has a kernel of its own: units are dealt to ranks, not written by rows."""
+    return mock.patch.object(desk, "_identity", return_value=[place()[0]])
 
 
 def refuse(directory: Path, wrong: str) -> str:

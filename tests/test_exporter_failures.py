@@ -15,12 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from exporter_ranks import CASES, Case, base_hash, build, shard, train
+from exporter_ranks import CASES, Case, base_hash, build, shard, train, without_shared_pages
 from ranks import run_on_ranks
 from tiny_model import make_tiny_model
 from torch.distributed.tensor import DTensor
 
-from weightferry.exporter import unit_merge
+from weightferry.exporter import row_merge, unit_merge
 from weightferry.exporter.model_walk import base_model
 from weightferry.exporter.publisher import Publisher
 from weightferry.shared import durable
@@ -68,38 +68,53 @@ def failing_at(call: int, real: Callable, error: Exception, *, after: bool = Fal
     return wrapped
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def on_a_full_disk(method: str) -> Any:
+    return mock.patch(f"weightferry.shared.{method}", side_effect=FULL)
+
+
 # What goes wrong, and on which rank. A layer has seven adapted modules: the third is in the middle of a unit.
-FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
+DEALT_FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "merging, in the middle of a unit": (
         0,
         lambda: mock.patch.object(
             unit_merge, "merged_state", failing_at(3, unit_merge.merged_state, RuntimeError("no merge"))
         ),
     ),
-    "gathering, on a rank that does not write": (
-        1,
-        lambda: mock.patch.object(
-            DTensor, "full_tensor", failing_at(5, DTensor.full_tensor, MemoryError("no room"), after=True)
-        ),
-    ),
-    "a full disk": (
-        0,
-        lambda: mock.patch(
-            "weightferry.shared.version_files.VersionFiles.write_shard",
-            side_effect=OSError(errno.ENOSPC, "No space left on device"),
-        ),
-    ),
+    "a full disk": (0, lambda: on_a_full_disk("version_files.VersionFiles.write_shard")),
     "a full disk, for another rank than the first": (
         1,
-        lambda: mock.patch(
-            "weightferry.shared.version_files.VersionFiles.write_shard",
-            side_effect=OSError(errno.ENOSPC, "No space left on device"),
-        ),
+        lambda: on_a_full_disk("version_files.VersionFiles.write_shard"),
     ),
     "merging, on another rank than the first": (
         1,
         lambda: mock.patch.object(
             unit_merge, "merged_state", failing_at(3, unit_merge.merged_state, RuntimeError("no merge"))
+        ),
+    ),
+}
+FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "merging rows, in the middle of a unit": (
+        1,
+        lambda: mock.patch.object(
+            row_merge, "merge_clone", failing_at(3, row_merge.merge_clone, RuntimeError("no merge"))
+        ),
+    ),
+    "gathering, on another rank than the first": (
+        1,
+        lambda: mock.patch.object(
+            DTensor, "full_tensor", failing_at(5, DTensor.full_tensor, MemoryError("no room"), after=True)
+        ),
+    ),
+    "a full disk when a joint shard is made": (1, lambda: on_a_full_disk("version_files.create_joint")),
+    "a full disk when rows are written": (1, lambda: on_a_full_disk("durable.FilePart.write_at")),
+    "a full disk that only fsync tells of": (1, lambda: on_a_full_disk("durable.os.fsync")),
+    "reading a joint shard": (
+        1,
+        lambda: mock.patch(
+            "weightferry.shared.version_files.read_part", side_effect=OSError(errno.EIO, "bad")
         ),
     ),
     "selecting the adapter's tensors": (
@@ -117,12 +132,14 @@ FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
 
 def publish_under(directory: Path, fault: str) -> tuple[str, float, int]:
     """Publish, publish with the fault, publish again; returns what the fault's publication said."""
-    publisher, model = open_publisher(directory, f"fault-{fault}")
+    is_dealt = fault in DEALT_FAULTS
+    with without_shared_pages() if is_dealt else mock.MagicMock():
+        publisher, model = open_publisher(directory, f"fault-{fault}")
     before = base_hash(model)
     with publisher:
         publisher.publish(1).wait()
         train(model, seed=2)
-        rank, make = FAULTS[fault]
+        rank, make = (DEALT_FAULTS if is_dealt else FAULTS)[fault]
         start = time.monotonic()
         with make() if dist.get_rank() == rank else mock.MagicMock(), pytest.raises(PublishError) as caught:
             publisher.publish(2)
@@ -134,7 +151,7 @@ def publish_under(directory: Path, fault: str) -> tuple[str, float, int]:
     return str(caught.value), seconds, version.number
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*DEALT_FAULTS, *FAULTS])
 def test_a_failure_on_one_rank_is_said_alike_on_all_and_the_next_publish_works(directory, fault):
     first, second = run_on_ranks(publish_under, directory, fault, world_size=2)
     assert first[0] == second[0]
@@ -147,7 +164,8 @@ def test_a_failure_on_one_rank_is_said_alike_on_all_and_the_next_publish_works(d
 
 
 def count_gathers_when_the_first_round_fails(directory: Path, failing_rank: int) -> int:
-    publisher, _ = open_publisher(directory, f"stops-early-{failing_rank}", FOUR_LAYERS, publish="merged")
+    with without_shared_pages():
+        publisher, _ = open_publisher(directory, f"stops-early-{failing_rank}", FOUR_LAYERS, publish="merged")
     counted = mock.Mock(side_effect=lambda tensor: real(tensor))
     real = DTensor.full_tensor
     wrong = mock.patch.object(unit_merge, "merged_state", side_effect=RuntimeError("no merge"))
@@ -172,12 +190,14 @@ def test_after_a_failure_no_rank_goes_on_to_the_next_round(directory, failing_ra
     assert first == second == 2 * (7 * 3 + 3)
 
 
-def die_while_writing(directory: Path) -> tuple[str, float]:
-    publisher, _ = open_publisher(directory, "dies-writing", publish="merged")
+def die_while_writing(directory: Path, is_dealt: bool) -> tuple[str, float]:
+    with without_shared_pages() if is_dealt else mock.MagicMock():
+        publisher, _ = open_publisher(directory, f"dies-writing-{is_dealt}", publish="merged")
+    killed = killed_at_second_write if is_dealt else killed_at_first_rows
     start = time.monotonic()
     with (
         mock.patch("weightferry.exporter.collectives.SETTLE_S", 3.0),
-        killed_at_second_write() if dist.get_rank() == 1 else mock.MagicMock(),
+        killed() if dist.get_rank() == 1 else mock.MagicMock(),
         pytest.raises(PublishError) as caught,
     ):
         publisher.publish(1)
@@ -196,11 +216,19 @@ def killed_at_second_write() -> Any:
     return mock.patch.object(durable.NewFile, "write", write)
 
 
-def test_another_rank_killed_while_it_writes_is_named_within_seconds_and_nothing_is_left(directory):
-    (said, seconds), _ = run_on_ranks(die_while_writing, directory, world_size=2, may_die=[1])
+def killed_at_first_rows() -> Any:
+    def write_at(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return mock.patch.object(durable.FilePart, "write_at", write_at)
+
+
+@pytest.mark.parametrize("is_dealt", [True, False])
+def test_another_rank_killed_while_it_writes_is_named_within_seconds_and_nothing_is_left(directory, is_dealt):
+    (said, seconds), _ = run_on_ranks(die_while_writing, directory, is_dealt, world_size=2, may_die=[1])
     assert "rank 1 failed: it died, or hangs" in said
     assert seconds < 10
-    exchange = Exchange.open(directory / "dies-writing")
+    exchange = Exchange.open(directory / f"dies-writing-{is_dealt}")
     assert exchange.versions() == []
     assert list((exchange.path / "versions").iterdir()) == []
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from exporter_ranks import CASES, build, open_exchange, place, publish_cases, shard
+from exporter_ranks import CASES, build, open_exchange, place, publish_cases, shard, without_shared_pages
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_on_ranks
@@ -61,11 +61,6 @@ def test_no_rank_gets_more_bytes_than_another_by_more_than_the_largest_unit(size
     assert max(loads) - min(loads) <= max(sizes)
 
 
-def without_shared_pages() -> Any:
-    """As where each rank has a kernel of its own: units are dealt to ranks, not written by rows."""
-    return mock.patch.object(desk, "_identity", return_value=[dist.get_rank()])
-
-
 def publish_dealt(directory: Path, exchange_name: str) -> tuple[Path, list[str]]:
     with without_shared_pages():
         return publish_and_tell(directory, exchange_name)
@@ -94,7 +89,7 @@ def test_where_ranks_share_no_pages_every_rank_writes_a_layer(directory):
 
 
 def publish_by_rows(directory: Path, exchange_name: str) -> tuple[Path, list[str], list[list], int]:
-    """As `publish_and_tell`; also what this rank wrote into shards of all, and how many tensors it gathered."""
+    """As `publish_and_tell`; also what this rank wrote into joint shards, and how many weights it had."""
     spans, num_whole = [], 0
     real_write, real_full = FilePart.write_at, DTensor.full_tensor
 
