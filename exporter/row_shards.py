@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners import lora
@@ -87,7 +88,7 @@ def _module_merges_by_rows(module: nn.Module, world_size: int) -> bool:
     )
 
 
-def _layer_merges_by_rows(layer: nn.Module) -> bool:
+def _layer_merges_by_rows(layer: Any) -> bool:
     kind, variants = original_class(layer), getattr(layer, "lora_variant", {})
     if kind is lora.Linear:
         is_known = all(type(variant) is DoraLinearVariant for variant in variants.values())
