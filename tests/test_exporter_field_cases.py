@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from weightferry.exporter import adapter_directory
 from weightferry.exporter.model_walk import base_model
 from weightferry.exporter.publisher import Publisher
 from weightferry.shared.checkpoint import Checkpoint
+from weightferry.shared.durable import FilePart, NewFile
 from weightferry.shared.errors import BaseMismatchError, UnsupportedError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.manifest import Manifest
@@ -48,6 +50,59 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def publish(root: Any, path: Path, base: Path) -> Path:
     with Publisher(root, open_exchange(place()[0], path, base)) as publisher:
         return publisher.publish(1).wait().path
+
+
+# Case 1: the writer reads late, after the weights have moved on.
+
+
+def slowed(method: Callable) -> Callable:
+    def wrapper(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return method(*arguments)
+
+    return wrapper
+
+
+def publish_slowly(directory: Path, sharding: str) -> Path:
+    """Every write to disk takes 50 ms; training goes on in the moment that `publish` gives the model back."""
+    root = SHARDINGS[sharding](build(CASE, directory))
+    exchange = open_exchange(place()[0], directory / f"slow-{sharding}", directory / "tiny")
+    with Publisher(root, exchange) as publisher:
+        with (
+            mock.patch.object(NewFile, "write", slowed(NewFile.write)),
+            mock.patch.object(FilePart, "write_at", slowed(FilePart.write_at)),
+        ):
+            ticket = publisher.publish(1)
+        with torch.no_grad():
+            for name, parameter in root.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(-3)
+        return ticket.wait().path
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), [("none", 1), ("FSDP1 leaves", 2), ("FSDP2", 2)])
+def test_case_1_a_slow_writer_publishes_the_weights_of_the_moment_of_publishing(
+    directory, sharding, world_size
+):
+    path = run_on_ranks(publish_slowly, directory, sharding, world_size=world_size)[0]
+    base = load_file(directory / "tiny" / "model.safetensors")
+    factors = build(CASE, directory).state_dict()
+    targeted = {
+        name.removeprefix("base_model.model.").replace(".base_layer", "")
+        for name in factors
+        if name.endswith("base_layer.weight")
+    }
+    found = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert found.keys() == base.keys()
+    for name, tensor in found.items():
+        if name not in targeted:
+            assert torch.equal(tensor, base[name]), name
+            continue
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = (factors[f"{module}.lora_{x}.default.weight"].double() for x in "AB")
+        expected = (base[name].double() + 2.0 * (b @ a)).to(base[name].dtype)
+        assert torch.equal(tensor, expected), name
+        assert not torch.equal(tensor, base[name]), name
 
 
 # Case 3: drift. Fifty publishes with changing adapters, the first state again at the end.
