@@ -138,3 +138,54 @@ def test_a_lost_answer_to_a_shared_link_is_settled_and_another_file_is_not_taken
     (tmp_path / "other").write_bytes(b"other")
     with pytest.raises(FileExistsError):
         durable.link_or_copy(tmp_path / "source", tmp_path / "other")
+
+
+def test_a_joint_file_has_its_size_and_head_at_once_and_is_made_once(tmp_path):
+    durable.create_joint(tmp_path / "f", b"head", 10)
+    assert (tmp_path / "f").read_bytes() == b"head" + bytes(6)
+    with pytest.raises(FileExistsError):
+        durable.create_joint(tmp_path / "f", b"HEAD", 10)
+    assert (tmp_path / "f").read_bytes() == b"head" + bytes(6)
+
+
+def test_parts_of_a_joint_file_land_where_they_belong_and_are_durable(tmp_path, monkeypatch):
+    real_pwrite, real_fsync, synced = os.pwrite, os.fsync, []
+
+    def short_pwrite(descriptor, data, offset):
+        return real_pwrite(descriptor, data[:3], offset)
+
+    def fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "pwrite", short_pwrite)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(durable, "WRITE_BLOCK_BYTES", 4)
+    path = tmp_path / "f"
+    durable.create_joint(path, b"head", 14)
+    with durable.FilePart(path) as late:
+        late.write_at(9, b"fghij")
+    with durable.FilePart(path) as early:
+        early.write_at(4, b"abcde")
+    assert path.read_bytes() == b"headabcdefghij"
+    assert synced == [str(path), str(path)]
+
+
+def test_a_part_belongs_to_a_file_that_is_there(tmp_path):
+    with pytest.raises(FileNotFoundError), durable.FilePart(tmp_path / "none"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_under_a_part_is_said_with_the_files_name(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    durable.create_joint(tmp_path / "f", b"head", 10)
+    monkeypatch.setattr(os, "pwrite", full)
+    with (
+        pytest.raises(OSError, match="make room or mend the disk") as caught,
+        durable.FilePart(tmp_path / "f") as part,
+    ):
+        part.write_at(4, b"abc")
+    assert caught.value.filename == str(tmp_path / "f")
