@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from weightferry.rollout_server.metrics import Metrics
 from weightferry.rollout_server.refusals import RefusalKind
 from weightferry.rollout_server.settings import ServerSettings, variable
-from weightferry.rollout_server.state import ServerState
+from weightferry.rollout_server.state import STATES, ServerState
 from weightferry.shared import kill_points
 from weightferry.shared.command import COMMANDS
 
@@ -146,10 +146,11 @@ def test_the_table_of_metrics_is_that_of_the_server():
     assert set(rows) == served
 
 
-def test_every_kind_of_refusal_has_its_row_in_the_table():
-    _, _, section = text_of(ROOT / "docs/operations.md").partition("\n## Refusals\n")
-    rows = re.findall(r"^\| `(\w+)` \| [a-z]", section.partition("\n## ")[0], re.MULTILINE)
-    assert rows == ["kind", *RefusalKind]
+@pytest.mark.parametrize(("word", "values"), [("kind", RefusalKind), ("state", STATES)])
+def test_every_state_and_every_kind_of_refusal_has_its_row_in_the_table(word: str, values: Iterable[str]):
+    _, _, table = text_of(ROOT / "docs/operations.md").partition(f"\n| `{word}` | what ")
+    rows = re.findall(r"^\| `(\w+)` \|", table.partition("\n\n")[0], re.MULTILINE)
+    assert rows == list(values)
 
 
 def test_the_changelog_names_the_version_of_the_package():
