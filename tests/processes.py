@@ -1,4 +1,4 @@
-"""Whether processes that are nobody's children any more still run."""
+"""What processes are there: whether they still run, and what is below one."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def wait_until_gone(pids: Iterable[int], what: str, deadline_s: float) -> None:
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below this one."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
