@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from weightferry.rollout_server.engine import (
     require_fitting_start,
     require_tested_version,
 )
+from weightferry.rollout_server.plugin import RolloutPlugin
 from weightferry.rollout_server.serve import server_command, vllm_environment
 from weightferry.rollout_server.settings import ServerSettings
 from weightferry.shared.errors import ConfigError, UnsupportedError
@@ -61,6 +63,14 @@ def test_case_15_a_server_that_would_open_vllm_s_own_control_is_refused(tmp_path
         assert f"{name} opens vLLM's" in refused(base, "--exchange", tmp_path / "x")
     for value in ("", "0", "false", " False"):
         require_closed({name: value})
+
+
+def test_case_15_a_plain_vllm_that_opens_its_own_control_does_not_start(monkeypatch):
+    monkeypatch.setattr("weightferry.rollout_server.plugin._show_log", lambda: None)
+    monkeypatch.setenv("WEIGHTFERRY_EXCHANGE", "/x")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with pytest.raises(UnsupportedError, match="VLLM_SERVER_DEV_MODE opens"):
+        asyncio.run(RolloutPlugin().init_state(object(), None, Namespace()))
 
 
 def test_vllm_talks_over_loopback_unless_it_runs_on_several_hosts_or_is_told_otherwise():
