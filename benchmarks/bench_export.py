@@ -93,7 +93,7 @@ def measure(directory: Path, base: str, repeats: int) -> dict[str, list[Cost]]:
     )
     exchange = open_exchange(rank, directory / f"exchange-{base}", directory / base)
     costs: dict[str, list[Cost]] = {"publish": [], "raw": [], "rival": []}
-    with Publisher(model, exchange, publish="merged", keep=1, grace_s=0.0) as publisher:
+    with Publisher(model, exchange, publish="both", keep=1, grace_s=0.0) as publisher:
         version = publisher.publish(0).wait()
         size_bytes = version.manifest.changed_bytes
         for step in range(1, repeats + 1):

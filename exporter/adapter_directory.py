@@ -20,6 +20,7 @@ from ..shared.errors import UnsupportedError
 from ..shared.manifest import AdapterEntry, AdapterModule
 from ..shared.publication import Publication
 from ..shared.tensor_bytes import bytes_of, spec_of
+from ..shared.tensor_files import TensorSpec, plan_file
 from .fsdp1 import whole_shape
 from .layer_clone import plain_clone
 
@@ -54,13 +55,25 @@ class AdapterView:
                 f"adapter tensor {empty[0]} has no elements; give the publisher the outermost sharded module"
             )
 
+    def in_file_order(self) -> list[torch.Tensor]:
+        """The live tensors, each for one place of the file, in the order in which they are written."""
+        return [self.tensors[slot.spec.name] for slot in plan_file(self._specs()).slots]
+
+    def _specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(name=name, dtype=spec_of(name, tensor).dtype, shape=tuple(whole_shape(tensor)))
+            for name, tensor in self.tensors.items()
+        ]
+
     def write(
-        self, publication: Publication, gathered: dict[int, torch.Tensor], base_name: str
+        self, publication: Publication, in_turn: Iterator[torch.Tensor], base_name: str
     ) -> AdapterEntry:
-        """Write weights and config below `adapter/`; returns the manifest's entry."""
-        whole = {name: gathered[id(tensor)] for name, tensor in self.tensors.items()}
-        pairs = [(spec_of(name, tensor), bytes_of(tensor)) for name, tensor in whole.items()]
-        publication.write_tensor_file(f"{ADAPTER_DIR}/{WEIGHTS_NAME}", pairs)
+        """Write weights and config below `adapter/`; returns the manifest's entry.
+
+        `in_turn`: the whole tensors, in file order; each is written before the next is asked for.
+        """
+        path = f"{ADAPTER_DIR}/{WEIGHTS_NAME}"
+        publication.write_tensor_file(path, self._specs(), (bytes_of(tensor) for tensor in in_turn))
         config = self.config_bytes(base_name)
         publication.write_file(f"{ADAPTER_DIR}/{CONFIG_NAME}", config)
         return AdapterEntry(

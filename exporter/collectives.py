@@ -13,7 +13,8 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,6 +55,19 @@ def gather_dealt(lists: Iterable[tuple[Iterable[torch.Tensor], bool]]) -> dict[i
     if failure is not None:
         raise failure
     return gathered
+
+
+@contextmanager
+def gathered_in_turn(tensors: Iterable[torch.Tensor]) -> Iterator[Iterator[torch.Tensor]]:
+    """As `gather_all`, one whole tensor after the other as they are asked for: only one need live at a time.
+
+    Leaving the block, also by an error, gathers what was not asked for, for the other ranks.
+    """
+    rest = iter(tensors)
+    try:
+        yield (_whole(tensor).detach() for tensor in rest)
+    finally:
+        gather_all(rest, keep=False)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

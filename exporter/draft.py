@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ..shared.commit_log import LogEntry, slot_name
 from ..shared.errors import WeightferryError
@@ -24,7 +27,6 @@ from .adapter_directory import AdapterView
 from .checkpoint_files import side_files
 from .desk import Desk
 from .fidelity import Fidelity, summary
-from .layer_clone import Gathered
 from .part import PartRecord
 from .row_shards import tiles
 
@@ -58,8 +60,8 @@ class Draft:
     def relative_dir(self) -> str:
         return self._publication.relative_dir
 
-    def write_adapter(self, view: AdapterView, gathered: Gathered) -> None:
-        self._adapter = view.write(self._publication, gathered, self._desk.exchange.base.model)
+    def write_adapter(self, view: AdapterView, in_turn: Iterator[torch.Tensor]) -> None:
+        self._adapter = view.write(self._publication, in_turn, self._desk.exchange.base.model)
 
     def commit(self, about: About, parts: list[PartRecord]) -> dict[str, str]:
         """Write the files around the weights, then commit; returns what `seen` makes the version of.

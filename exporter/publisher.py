@@ -26,7 +26,7 @@ from ..shared.version_files import BaseShards
 from ..shared.writer import WRITER_TTL_S, ExchangeWriter
 from .adapter_directory import AdapterView
 from .checkpoint_names import CheckpointNames
-from .collectives import ControlGroup, gather_all, gather_dealt
+from .collectives import ControlGroup, gather_all, gather_dealt, gathered_in_turn
 from .deal import Round, deal
 from .desk import Desk, desk_of_this_rank
 from .draft import About, Draft, seen
@@ -298,9 +298,9 @@ class Publisher:
         view = self._control.together(lambda: AdapterView(peft_model(self._root), self._adapter_keys))
 
         def write() -> None:
-            gathered = gather_all(view.tensors.values(), keep=self._draft is not None)
-            if self._draft is not None:
-                self._draft.write_adapter(view, gathered)
+            with gathered_in_turn(view.in_file_order()) as in_turn:
+                if self._draft is not None:
+                    self._draft.write_adapter(view, in_turn)
 
         self._control.together(write)
 

@@ -8,7 +8,7 @@ tell it what they wrote. Follows docs/format.md [5] 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from .exchange import BASE_NAME, Exchange
 from .kill_points import reach
 from .manifest import FileEntry, TensorEntry, check_path
 from .store import Upload
-from .tensor_files import TensorSpec, plan_file
+from .tensor_files import TensorSlot, TensorSpec, plan_file
 
 Buffer = bytes | bytearray | memoryview
 # Of each stored base shard that this process knows: the digests of the file and of its tensors.
@@ -61,7 +61,7 @@ class VersionFiles:
 
         Each buffer holds the tensor's bytes, C order, little-endian, and must have exactly its spec's size.
         """
-        entry = self._write_tensors(name, tensors, track=True, changed=changed)
+        entry = self._write_tensors(name, tensors, changed=changed)
         self._count_shard()
         return entry
 
@@ -95,9 +95,19 @@ class VersionFiles:
         self._count_shard()
         return self._record(path, whole)
 
-    def write_tensor_file(self, name: str, tensors: Sequence[tuple[TensorSpec, Buffer]]) -> FileEntry:
-        """Write a safetensors file that is not part of the checkpoint (an adapter's weights)."""
-        return self._write_tensors(name, tensors, track=False, changed=True)
+    def write_tensor_file(
+        self, name: str, specs: Iterable[TensorSpec], buffers: Iterator[Buffer]
+    ) -> FileEntry:
+        """Write a safetensors file that is not part of the checkpoint (an adapter's weights).
+
+        `buffers` come in the order of `plan_file(specs)`; each is written before the next is asked for.
+        """
+        plan, path = plan_file(specs), self._new_path(name)
+        with self._new_file(path) as file:
+            file.write(plan.header)
+            for slot, data in zip(plan.slots, buffers, strict=True):
+                file.write(self._bytes_of_slot(path, slot, data))
+        return self._record(path, file.digest)
 
     def link_base_shard(
         self, name: str, specs: Iterable[TensorSpec], read: Callable[[str], Buffer]
@@ -121,7 +131,7 @@ class VersionFiles:
         return self._record(path, digest)
 
     def _write_tensors(
-        self, name: str, tensors: Sequence[tuple[TensorSpec, Buffer]], *, track: bool, changed: bool
+        self, name: str, tensors: Sequence[tuple[TensorSpec, Buffer]], *, changed: bool
     ) -> FileEntry:
         buffers = {spec.name: data for spec, data in tensors}
         plan = plan_file(spec for spec, _ in tensors)
@@ -130,24 +140,23 @@ class VersionFiles:
         with self._new_file(path) as file:
             file.write(plan.header)
             for slot in plan.slots:
-                data = (
-                    memoryview(buffers[slot.spec.name]).cast("B")
-                    if slot.end > slot.begin
-                    else memoryview(b"")
-                )
-                if len(data) != slot.end - slot.begin:
-                    raise IntegrityError(
-                        self._store.where(path),
-                        f"the buffer for {slot.spec} has a wrong size in bytes",
-                        expected=slot.end - slot.begin,
-                        found=len(data),
-                        action="nothing was published",
-                    )
+                data = self._bytes_of_slot(path, slot, buffers[slot.spec.name])
                 digests[slot.spec.name] = xxh3_128(data)
                 file.write(data)
-        if track:
-            self._enter_tensors(path, [slot.spec for slot in plan.slots], digests, changed=changed)
+        self._enter_tensors(path, [slot.spec for slot in plan.slots], digests, changed=changed)
         return self._record(path, file.digest)
+
+    def _bytes_of_slot(self, path: str, slot: TensorSlot, buffer: Buffer) -> memoryview:
+        data = memoryview(buffer).cast("B") if slot.end > slot.begin else memoryview(b"")
+        if len(data) != slot.end - slot.begin:
+            raise IntegrityError(
+                self._store.where(path),
+                f"the buffer for {slot.spec} has a wrong size in bytes",
+                expected=slot.end - slot.begin,
+                found=len(data),
+                action="nothing was published",
+            )
+        return data
 
     def _base_object(self, name: str, specs: list[TensorSpec]) -> str:
         """Where `base/` keeps these tensors; the name follows from the base and the tensor names alone."""

@@ -51,6 +51,9 @@ CASES = {
     ),
     "odd sizes": Case(base="odd", lora={"target_modules": "all-linear"}),
     "experts": Case(base="moe", lora={"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}),
+    "experts, inputs first": Case(
+        base="gpt-oss", lora={"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    ),
     "attention of experts": Case(base="moe", lora={"target_modules": ["v_proj"]}),
     "dora": Case(base="tiny", lora={"target_modules": ["k_proj", "up_proj"], "use_dora": True}),
     "head and embedding": Case(base="tiny", lora={"target_modules": ["lm_head", "embed_tokens"]}),

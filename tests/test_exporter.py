@@ -11,7 +11,7 @@ from exporter_ranks import CASES, build, publish_cases, publish_fifty, publish_t
 from peft import PeftModel
 from ranks import run_on_ranks
 from safetensors.torch import load_file
-from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
+from tiny_model import make_odd_model, make_tiny_gpt_oss, make_tiny_model, make_tiny_moe
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -31,6 +31,7 @@ def directory(tmp_path_factory):
     make_tiny_model(path / "tied", tied=True)
     make_odd_model(path / "odd")
     make_tiny_moe(path / "moe")
+    make_tiny_gpt_oss(path / "gpt-oss")
     return path
 
 

@@ -27,6 +27,7 @@ from weightferry.shared import durable
 from weightferry.shared.errors import BaseMismatchError, PublishError, UnsupportedError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.verify import verify_exchange
+from weightferry.shared.version_files import VersionFiles
 
 pytestmark = pytest.mark.ranks
 
@@ -115,6 +116,22 @@ FAULTS: dict[str, tuple[int, Callable[[], Any]]] = {
         1,
         lambda: mock.patch(
             "weightferry.shared.version_files.read_part", side_effect=OSError(errno.EIO, "bad")
+        ),
+    ),
+    "a full disk in the middle of the adapter": (
+        0,
+        lambda: mock.patch.object(
+            VersionFiles, "_bytes_of_slot", failing_at(5, VersionFiles._bytes_of_slot, FULL)
+        ),
+    ),
+    "a full disk when the adapter's file is made": (
+        0,
+        lambda: on_a_full_disk("version_files.VersionFiles.write_tensor_file"),
+    ),
+    "gathering in the middle of the adapter": (
+        1,
+        lambda: mock.patch.object(
+            DTensor, "full_tensor", failing_at(31, DTensor.full_tensor, MemoryError("no room"), after=True)
         ),
     ),
     "selecting the adapter's tensors": (

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_on_ranks
 from tiny_exchange import make_base, publish, writing
-from tiny_model import make_odd_model, make_tiny_model, make_tiny_moe
+from tiny_model import make_odd_model, make_tiny_gpt_oss, make_tiny_model, make_tiny_moe
 from torch.distributed.tensor import DTensor
 
 from weightferry.exporter import desk
@@ -41,6 +41,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny_model(path / "tied", tied=True)
     make_odd_model(path / "odd")
     make_tiny_moe(path / "moe")
+    make_tiny_gpt_oss(path / "gpt-oss")
     return path
 
 
@@ -214,7 +215,7 @@ def test_where_one_rank_does_not_reach_the_exchange_rank_0_writes_alone_and_says
 
 WORLDS = [
     "all-linear", "queries only", "tied, rslora, patterns", "odd sizes", "experts", "head and embedding",
-    "dora", "biases",
+    "experts, inputs first", "dora", "biases",
 ]  # fmt: skip
 
 
@@ -246,7 +247,7 @@ def test_no_byte_of_a_version_shows_how_many_ranks_wrote_it(directory, alone, wo
 
 @ranks
 def test_nor_with_one_expert_a_rank(directory, alone):
-    compare_with_one_rank(directory, alone, ["experts"], 4, publish_cases)
+    compare_with_one_rank(directory, alone, ["experts", "experts, inputs first"], 4, publish_cases)
 
 
 def compare_with_one_rank(
