@@ -80,6 +80,8 @@ class RolloutPlugin:
         metrics = Metrics(self._state, lambda: stager.fetched_bytes)
         watcher = Watcher(self._settings, self._state, applier, background, identity, metrics)
         self._control.steer(watcher)
+        if self._settings.apply != "adapter":  # whose tokens vLLM labels by the weights beside the adapter
+            await engine.label(str(self._state.active_version))
         await watcher.look()
         self._task = asyncio.create_task(watcher.run())
 

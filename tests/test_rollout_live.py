@@ -21,7 +21,10 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 GENERATING = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4},
-    "/inference/v1/generate": {"token_ids": [50, 51, 52], "sampling_params": {"max_tokens": 4}},
+    "/inference/v1/generate": {
+        "token_ids": [50, 51, 52],
+        "sampling_params": {"max_tokens": 4, "ignore_eos": True},
+    },
 }
 
 
@@ -61,6 +64,13 @@ def check_every_generating_route_heeds_what_is_asked_for(server: LiveServer, act
                     assert response.headers["x-weightferry-version"] == str(active)
 
 
+def check_token_spans_name(server: LiveServer, number: int) -> None:
+    route = "/inference/v1/generate"
+    response = server.http.post(route, json=GENERATING[route] | {"model": MODEL}).raise_for_status()
+    (choice,) = response.json()["choices"]
+    assert choice["weight_versions"] == [{"version": str(number), "start": 0, "end": 4}]
+
+
 def ask_long_for(server: LiveServer, version: int) -> httpx.Response:
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": LONG, "temperature": 0.0, "ignore_eos": True}
     headers = {"x-weightferry-version": str(version)}
@@ -84,10 +94,12 @@ def test_a_request_outlives_reloads_of_merged_weights(stage):
     flags = ("--enable-scale-out", "--chat-template", str(template))
     with stage.server("merged", *flags) as server, stage.training() as training:
         check_every_response_names(server, 0)
+        check_token_spans_name(server, 0)
         first = training.publish()
         server.wait_for_version(first)
         check_every_response_names(server, first)
         check_metrics_beside_those_of_vllm(server, first)
+        check_token_spans_name(server, first)
         check_every_generating_route_heeds_what_is_asked_for(server, first)
         with ThreadPoolExecutor(max_workers=1) as pool:
             asked_for_first = pool.submit(ask_long_for, server, first)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import statistics
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -30,18 +32,24 @@ NUM_CLIENTS = 16
 NUM_APPLIES = 200
 PROMPTS = [f"{i} + {7 * i} = " for i in range(6)] + ["alpha " * 30, "bravo " * 30]
 
+KINDS = ("streaming", "whole", "streaming", "by tokens")  # of clients
+
 Tokens = list[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """One response: its tokens, and the versions that were active at its arrival, head and end."""
+    """One response: its tokens, and the versions that were active at its arrival, head and end.
+
+    `spans`: what vLLM itself says of them, [version, first token, end], where it does; None elsewhere.
+    """
 
     prompt: str
     tokens: Tokens
     at_arrival: int
     at_head: int
     at_end: int
+    spans: list[tuple[int, int, int]] | None = None
     num_explained: int = 0
     version: int = field(default=0)
 
@@ -57,6 +65,15 @@ def tokenize(http: httpx.Client, prompt: str) -> Tokens:
     return http.post("/tokenize", json={"model": MODEL, "prompt": prompt}).raise_for_status().json()["tokens"]
 
 
+def ask_by_tokens(http: httpx.Client, prompt: Tokens) -> tuple[Tokens, list[Any], httpx.Headers]:
+    """Of vLLM's token-in/token-out route, which names the version of each token span."""
+    sampling = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
+    body = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling}
+    response = http.post("/inference/v1/generate", json=body).raise_for_status()
+    (choice,) = response.json()["choices"]
+    return choice["token_ids"], choice["weight_versions"], response.headers
+
+
 def ask_streaming(http: httpx.Client, prompt: str) -> tuple[Tokens, httpx.Headers]:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0, "stream": True}
     body |= {"ignore_eos": True, "return_token_ids": True}
@@ -70,11 +87,16 @@ def ask_streaming(http: httpx.Client, prompt: str) -> tuple[Tokens, httpx.Header
     return tokens, response.headers
 
 
-def answer_to(http: httpx.Client, prompt: str, *, is_streaming: bool) -> Answer:
-    if is_streaming:
+def answer_to(http: httpx.Client, prompt: str, kind: str) -> Answer:
+    spans = None
+    if kind == "streaming":
         tokens, headers = ask_streaming(http, prompt)
         # its head came with the first token: what became active since is known from a later response
         at_end = int(http.get("/health").headers[VERSION_HEADER])
+    elif kind == "by tokens":
+        tokens, found, headers = ask_by_tokens(http, tokenize(http, prompt))
+        spans = [(int(span["version"]), span["start"], span["end"]) for span in found]
+        at_end = int(headers[VERSION_HEADER])
     else:
         tokens, headers = ask_one(http, prompt, MAX_TOKENS)
         at_end = int(headers[VERSION_HEADER])
@@ -86,15 +108,16 @@ def answer_to(http: httpx.Client, prompt: str, *, is_streaming: bool) -> Answer:
         at_arrival=at_arrival,
         at_head=at_head,
         at_end=at_end,
-        version=at_arrival,
+        spans=spans,
+        version=spans[0][0] if spans else at_arrival,
     )
 
 
 class Load:
     """Clients that ask without a pause until they are stopped; a failure ends the test."""
 
-    def __init__(self, server: LiveServer) -> None:
-        self._server, self._stop = server, threading.Event()
+    def __init__(self, server: LiveServer, kinds: Sequence[str]) -> None:
+        self._server, self._stop, self._kinds = server, threading.Event(), kinds
         self.answers: list[Answer] = []
 
     def run_while(self, act) -> None:
@@ -116,7 +139,7 @@ class Load:
         turn = client
         while not self._stop.is_set():
             prompt = PROMPTS[turn % len(PROMPTS)]
-            self.answers.append(answer_to(http, prompt, is_streaming=client % 2 == 0))
+            self.answers.append(answer_to(http, prompt, self._kinds[client % len(self._kinds)]))
             turn += 1
 
 
@@ -161,6 +184,8 @@ def continuations(
 
 def advance(answer: Answer, continuation: Tokens) -> bool:
     """Explain as much of the answer as this continuation of its beginning does; whether that is all."""
+    if answer.spans is not None:
+        return advance_span(answer, continuation)
     for expected in continuation:
         if answer.tokens[answer.num_explained] != expected:
             break
@@ -169,6 +194,19 @@ def advance(answer: Answer, continuation: Tokens) -> bool:
         f"its head names too early a version: {answer}"
     )
     return answer.num_explained == len(answer.tokens)
+
+
+def advance_span(answer: Answer, continuation: Tokens) -> bool:
+    """Explain the next token span, whole, by the version that it names."""
+    assert answer.spans is not None
+    version, start, end = answer.spans.pop(0)
+    assert answer.at_arrival <= version <= answer.at_end
+    assert start == answer.num_explained
+    assert answer.tokens[start:end] == continuation[: end - start], (version, start, end, answer)
+    answer.num_explained = end
+    if answer.spans:
+        answer.version = answer.spans[0][0]
+    return True
 
 
 @pytest.mark.parametrize(
@@ -184,14 +222,15 @@ def test_under_load_no_request_fails_and_every_answer_is_that_of_the_versions_it
     starts = [(base, c.directory / "adapter") if is_adapter else (c.directory, None) for c in contents]
     fresh = ask_fresh_engines(PROMPTS, starts)
     exchange = tmp_path / "exchange"
+    flags = ("--pause-mode", pause, "--enable-scale-out")
     with (
-        live_server(tmp_path, base, exchange, apply, "--pause-mode", pause) as server,
+        live_server(tmp_path, base, exchange, apply, *flags) as server,
         reissuing(exchange, base, contents, keep=3, grace_s=1.0) as reissuer,
     ):
         for reference in fresh:
             server.wait_for_version(reissuer.issue())
             assert server.ask_greedy(PROMPTS)[0] == reference
-        load = Load(server)
+        load = Load(server, KINDS[:2] if is_adapter else KINDS)
         load.run_while(lambda: apply_many(server, reissuer))
         assert server.status()["refused"] == []
         answers = load.answers
@@ -204,7 +243,12 @@ def test_under_load_no_request_fails_and_every_answer_is_that_of_the_versions_it
                 answer.at_end = answer.at_head
         spanning = [answer for answer in answers if answer.at_end > answer.at_arrival]
         assert is_one_version == (not spanning)
+        with_spans = [answer for answer in answers if answer.spans is not None]
+        num_split = sum(len(answer.spans or ()) > 1 for answer in with_spans)
+        assert is_adapter or with_spans
+        assert not (is_one_version and num_split)
         explain(server, reissuer, answers)
+        print(f"{apply}, {pause}: {len(with_spans)} answers named token spans, {num_split} more than one")
         pauses = [entry["pause_s"] for entry in server.status()["applied"]]
         print(
             f"{apply}, {pause}: median pause {statistics.median(pauses):.3f} s, longest {max(pauses):.3f} s"

@@ -145,7 +145,14 @@ def live_server(
     under: Sequence[str] = (),
 ) -> Iterator[LiveServer]:
     """Start a server, `under` a command that runs it; wait until it answers. It is ended with the block."""
-    plan = ServerPlan(
+    plan = plan_server(directory, base, exchange, apply, name)
+    command = [*under, *plan.command(), "--served-model-name", MODEL, "--poll-interval-s", "0.1", *flags]
+    with running(plan, command, plan.environment() | dict(environment or {})) as server:
+        yield server
+
+
+def plan_server(directory: Path, base: Path, exchange: Path, apply: str, name: str = "server") -> ServerPlan:
+    return ServerPlan(
         base=base,
         exchange=exchange,
         apply=apply,
@@ -156,10 +163,13 @@ def live_server(
         kv_cache_bytes=KV_CACHE_BYTES,
         max_lora_rank=8,
     )
-    command = [*under, *plan.command(), "--served-model-name", MODEL, "--poll-interval-s", "0.1", *flags]
+
+
+@contextmanager
+def running(plan: ServerPlan, command: Sequence[str], environment: dict[str, str]) -> Iterator[LiveServer]:
+    """Run this command, which makes a server listen on the plan's port, until the end of the block."""
     http = httpx.Client(base_url=plan.url, timeout=APPLY_DEADLINE_S, trust_env=False)
-    variables = plan.environment() | dict(environment or {})
-    with Job("server", command, log=plan.log, environment=variables) as job, http:
+    with Job("server", command, log=plan.log, environment=environment) as job, http:
         server = LiveServer(job, http)
         server.wait_for(lambda status: status["state"] != "starting", "an answer", START_DEADLINE_S)
         yield server
