@@ -116,7 +116,7 @@ class VersionHeader:
     ) -> None:
         is_control = scope["path"].startswith(f"{CONTROL_PREFIX}/")
         may_work = scope["method"] == "POST" and not is_control  # for all that this knows
-        if not is_control:
+        if not is_control and not state.unhealthy_reason:
             try:
                 request.wanted = WantedVersion.of(scope["headers"])
             except UsageError as error:

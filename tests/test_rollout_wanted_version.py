@@ -261,6 +261,12 @@ def test_a_replacement_that_ends_in_no_answer_is_503_for_those_who_waited_for_it
     assert (response.status_code, app.state.events) == (503, [])
 
 
+@pytest.mark.parametrize("wanted", [exactly(41), exactly(99), exactly("newest")])
+def test_an_unhealthy_server_is_503_whatever_is_asked_for(app, state, wanted):
+    state.give_up("version 42 could not be restored")
+    assert get(app, "/becomes?versions=", **wanted).status_code == 503
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_for_the_version_that_is_being_applied_waits_for_its_apply(tmp_path, fails):
     world = World(tmp_path)
