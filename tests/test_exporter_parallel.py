@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from exporter_ranks import CASES, build, open_exchange, place, publish_cases, shard, without_shared_pages
 from hypothesis import given
@@ -154,6 +155,29 @@ def test_a_gap_in_what_ranks_wrote_together_is_no_version(directory):
     assert first == second
     assert "the ranks did not write the whole of model.layers.0" in first
     assert [version.path for version in Exchange.open(directory / "gap").versions()] == [Path(path)]
+
+
+def publish_diverged_rows(directory: Path) -> str:
+    """One element of one B is not a number: only rank 1 merges its row."""
+    rank, world_size = place()
+    case = CASES["all-linear"]
+    model = build(case, directory)
+    with torch.no_grad():
+        model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight")[-1, 0] = (
+            torch.nan
+        )
+    exchange = open_exchange(rank, directory / "diverged", directory / case.base)
+    with Publisher(shard(model, world_size), exchange) as publisher, pytest.raises(PublishError) as caught:
+        publisher.publish(1)
+    return str(caught.value)
+
+
+@ranks
+def test_rows_that_diverged_are_no_version(directory):
+    first, second = run_on_ranks(publish_diverged_rows, directory, world_size=2)
+    assert first == second
+    assert "rank 1 failed: the merged model.layers.1.mlp.up_proj.weight is not finite" in first
+    assert Exchange.open(directory / "diverged").versions() == []
 
 
 def publish_onto_changed_rows(directory: Path) -> str:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import KasaConfig
+from ranks import run_on_ranks
 from tiny_exchange import CHANGED, make_base, writing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from transformers.pytorch_utils import Conv1D
 
-from weightferry.exporter.row_shards import blocks_of, tiles
+from weightferry.exporter.model_walk import walk
+from weightferry.exporter.row_shards import blocks_of, merges_by_rows, tiles
 from weightferry.shared.checkpoint import Checkpoint
 from weightferry.shared.errors import IntegrityError
 from weightferry.shared.exchange import Exchange
@@ -69,6 +80,65 @@ def test_what_is_more_than_renamed_or_cut_by_rows_is_none(convert):
 
 def test_a_vector_that_is_copied_is_none():
     assert blocks(torch.arange(4.0), lambda whole: {"disk": whole.clone()}) == {}
+
+
+class Experts(torch.nn.Module):
+    """Experts of one fused weight, and what else somebody may keep beside it."""
+
+    def __init__(self, shared: int | None = None) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.zeros(4, 8, 8))
+        if shared is not None:
+            self.scale = torch.nn.Parameter(torch.zeros(shared))
+
+
+class Block(torch.nn.Module):
+    """One layer of modules of several kinds, none of which PEFT knows by its model."""
+
+    def __init__(self, **modules: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict(modules)])
+
+
+LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4}
+# What is adapted, how, over which dimension of the weights it is sharded; and whether that goes by rows.
+KINDS: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], int, bool]] = {
+    "linear": (lambda: torch.nn.Linear(8, 8), {}, 0, True),
+    "dora": (lambda: torch.nn.Linear(8, 8), {"use_dora": True}, 0, True),
+    "embedding": (lambda: torch.nn.Embedding(8, 8), {}, 0, True),
+    "experts": (Experts, {"target_parameters": ["it.fused"]}, 0, True),
+    "linear by columns": (lambda: torch.nn.Linear(8, 8, bias=False), {}, 1, False),
+    "square Conv1D": (lambda: Conv1D(8, 8), {"fan_in_fan_out": True}, 0, False),
+    "dora of an embedding": (lambda: torch.nn.Embedding(8, 8), {"use_dora": True}, 0, False),
+    "KaSA": (lambda: torch.nn.Linear(8, 8), {"kasa_config": KasaConfig()}, 0, False),
+    "experts with a tensor of another length": (
+        lambda: Experts(8),
+        {"target_parameters": ["it.fused"]},
+        0,
+        False,
+    ),
+    "modules to save": (lambda: torch.nn.Linear(8, 8), {"modules_to_save": ["it"]}, 0, False),
+}
+
+
+def which_go_by_rows() -> dict[str, bool]:
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for name, (make, settings, dim, _) in KINDS.items():
+        module = Block(it=make(), other=torch.nn.Linear(8, 8))
+        targets = "other" if {"target_parameters", "modules_to_save"} & settings.keys() else "it"
+        model = get_peft_model(module, LoraConfig(target_modules=[targets], **LORA | settings))
+        fully_shard(
+            model, mesh=mesh, shard_placement_fn=lambda tensor, dim=dim: Shard(min(dim, tensor.ndim - 1))
+        )
+        units = walk(model.base_model.model)
+        found[name] = all(merges_by_rows(unit, 2) for unit in units)
+    return found
+
+
+@pytest.mark.ranks
+def test_what_goes_by_rows(tmp_path):
+    for found in run_on_ranks(which_go_by_rows, world_size=2):
+        assert found == {name: expected for name, (*_, expected) in KINDS.items()}
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
