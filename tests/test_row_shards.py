@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -127,10 +127,9 @@ def which_go_by_rows() -> dict[str, bool]:
         module = Block(it=make(), other=torch.nn.Linear(8, 8))
         targets = "other" if {"target_parameters", "modules_to_save"} & settings.keys() else "it"
         model = get_peft_model(module, LoraConfig(target_modules=[targets], **LORA | settings))
-        fully_shard(
-            model, mesh=mesh, shard_placement_fn=lambda tensor, dim=dim: Shard(min(dim, tensor.ndim - 1))
-        )
-        units = walk(model.base_model.model)
+        dims = {parameter: Shard(min(dim, parameter.ndim - 1)) for parameter in model.parameters()}
+        fully_shard(model, mesh=mesh, shard_placement_fn=dims.get)
+        units = walk(cast(torch.nn.Module, model.base_model.model))
         found[name] = all(merges_by_rows(unit, 2) for unit in units)
     return found
 
