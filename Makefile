@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow matrix chaos check bench-store bench-export format build clean
+.PHONY: help setup demo test test-slow matrix chaos check bench-store bench-export bench-reload format build clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench-store: setup ## publish and read through a bucket, beside the store's own 
 
 bench-export: setup ## publish from two FSDP2 ranks: memory by depth, time beside raw writing (ARGS="--help" for more)
 	@PYTHONPATH=tests $(BIN)/python benchmarks/bench_export.py $(ARGS)
+
+bench-reload: setup ## new versions for a server that answers: pause and latency beside memcpy (ARGS="--help" for more)
+	@PYTHONPATH=tests $(BIN)/python benchmarks/bench_reload.py $(ARGS)
 
 format: setup ## format and mend what ruff can mend
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
