@@ -111,6 +111,8 @@ def _check_config(config: dict) -> None:
 
 
 def _check_finite(path: Path, names: list[str]) -> None:
+    from ..shared.tensor_bytes import is_finite
+
     for name, tensor in read_tensors(path, names):
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise DivergedError(f"adapter tensor {name} is not finite: the training diverged")

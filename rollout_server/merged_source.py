@@ -150,7 +150,9 @@ def _weight_name(module: AdapterModule) -> str:
 
 
 def _require_finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.isfinite().all():
+    from ..shared.tensor_bytes import is_finite
+
+    if not is_finite(tensor):
         raise DivergedError(f"{name} is not finite: the training diverged")
     return tensor
 

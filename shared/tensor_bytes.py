@@ -1,4 +1,4 @@
-"""Between torch tensors and what the exchange stores: dtype names, and the raw bytes of a tensor."""
+"""Between torch tensors and what the exchange stores: dtype names, raw bytes, and whether all is finite."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes, C order; copies only if it is not contiguous or not in CPU memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite.
+
+    The extremes say it, since NaN is passed on to both: one pass that makes no tensors, where
+    isfinite().all() makes several (bfloat16, torch 2.13 on CPU: 22 times as long as a copy, not 0.3).
+    """
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # 8-bit floats have no extremes in torch; every value of theirs is one of float16's
+    values = tensor.half() if tensor.itemsize == 1 else tensor
+    return all(bool(extreme.isfinite()) for extreme in torch.aminmax(values))
