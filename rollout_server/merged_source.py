@@ -99,8 +99,8 @@ class FoldSource:
 
     def _fold(self, modules: tuple[AdapterModule, ...], adapter: Path, file: Path) -> dict[str, str]:
         """Write every folded weight into one safetensors file, one in memory at a time; their digests."""
-        from ..shared.merge import merge_lora, round_merged
-        from ..shared.tensor_bytes import TORCH_DTYPES, bytes_of
+        from ..shared.merge import merge_rounded
+        from ..shared.tensor_bytes import bytes_of
 
         by_weight = {_weight_name(module): module for module in modules}
         plan = plan_file(self._base.specs[name] for name in by_weight)
@@ -112,8 +112,9 @@ class FoldSource:
                 module = by_weight[name]
                 name_a, name_b = (factor.format(module.name) for factor in FACTOR_NAMES)
                 factors = dict(read_tensors(adapter, [name_a, name_b]))
-                merged = merge_lora(self._base_weight(name), factors[name_a], factors[name_b], module.scaling)
-                data = bytes_of(_require_finite(name, round_merged(merged, TORCH_DTYPES[slot.spec.dtype])))
+                weight = self._base_weight(name)
+                merged = merge_rounded(weight, factors[name_a], factors[name_b], module.scaling)
+                data = bytes_of(_require_finite(name, merged))
                 digests[name] = xxh3_128(data)
                 output.write(data)
         return digests

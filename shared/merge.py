@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 COMPUTE_DTYPE = torch.float64
+BLOCK_VALUES = 1 << 17  # 1 MiB in float64: a block and its intermediate values stay in the processor's cache
 
 
 def merge_lora(
@@ -29,3 +30,19 @@ def round_merged(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if value.dtype != COMPUTE_DTYPE:
         raise TypeError(f"the exact rule rounds from {COMPUTE_DTYPE}, got {value.dtype}")
     return value.to(dtype)
+
+
+def merge_rounded(
+    weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The same, rounded to the weight's own dtype, some rows at a time: bit for bit that of the whole matrix.
+
+    float64 copies of a whole matrix would each go to memory and back.
+    """
+    wide_a, merged = lora_a.to(COMPUTE_DTYPE), torch.empty_like(weight)
+    num_rows = max(1, BLOCK_VALUES // max(1, weight.shape[1]))
+    for begin in range(0, len(weight), num_rows):
+        rows = slice(begin, begin + num_rows)
+        block = merge_lora(weight[rows], wide_a, lora_b[rows], scaling)
+        merged[rows] = round_merged(block, weight.dtype)
+    return merged
