@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +32,9 @@ logger = logging.getLogger("weightferry.rollout_server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an apply did."""
+    """What an apply did; `served` is when the version began to answer, by this host's clock."""
 
+    served: datetime
     stage_s: float
     pause_s: float
     tensors_applied: int
@@ -76,10 +78,12 @@ class MergedApplier:
             self._stager.drop(version.number)
             raise
         previous, self._active, self._active_number = self._active_number, wanted, version.number
-        self._stager.drop(previous)
+        served, resumed = datetime.now(UTC), time.monotonic()
+        self._background.later(lambda: self._stager.drop(previous))
         return Outcome(
+            served=served,
             stage_s=staged - started,
-            pause_s=time.monotonic() - staged,
+            pause_s=resumed - staged,
             tensors_applied=plan.num_tensors,
             tensors_unchanged=plan.num_unchanged,
             bytes_applied=plan.size_bytes,
@@ -179,10 +183,11 @@ class AdapterApplier:
         # no await in between: a request that is given this adapter finds its number, and the other way round
         self._engine.route_to(handle, number)
         self._state.activate(number)
-        switched = time.monotonic()
+        served, switched = datetime.now(UTC), time.monotonic()
         self._kept[number] = handle
         await self._drop_old()
         return Outcome(
+            served=served,
             stage_s=switched - started,
             pause_s=0.0,
             tensors_applied=num_tensors,

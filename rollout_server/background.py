@@ -41,6 +41,10 @@ class Background:
             raise SlowStorageError(f"{what} did not end within {deadline_s:.0f} s")
         return call.result()
 
+    def later(self, act: Callable[[], object]) -> None:
+        """Have it done before any call that comes after; nobody waits for it, and its error is its own."""
+        self._calls.put((act, Future()))
+
     def _work(self) -> None:
         while True:
             act, future = self._calls.get()

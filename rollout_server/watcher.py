@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 
 from ..shared.base import BaseIdentity
 from ..shared.errors import (
@@ -290,7 +290,7 @@ def _applied(version: Version, outcome: Outcome, total_s: float) -> Applied:
         stage_s=outcome.stage_s,
         pause_s=outcome.pause_s,
         total_s=total_s,
-        published_to_served_s=(datetime.now(UTC) - created).total_seconds(),
+        published_to_served_s=(outcome.served - created).total_seconds(),
         tensors_applied=outcome.tensors_applied,
         tensors_unchanged=outcome.tensors_unchanged,
         bytes_applied=outcome.bytes_applied,
