@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,10 +49,15 @@ class Stage:
 
     @contextmanager
     def server(
-        self, apply: str, *flags: str, environment: Mapping[str, str] | None = None, name: str = "server"
+        self,
+        apply: str,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        name: str = "server",
+        under: Sequence[str] = (),
     ) -> Iterator[LiveServer]:
         paths = (self.directory, self.servers_base, self.exchange)
-        with live_server(*paths, apply, *flags, environment=environment, name=name) as server:
+        with live_server(*paths, apply, *flags, environment=environment, name=name, under=under) as server:
             yield server
 
     def lose_base_tensor(self, name: str) -> None:

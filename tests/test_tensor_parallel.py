@@ -1,5 +1,7 @@
 """With two tensor-parallel ranks an apply is one transaction: what one rank cannot load, none keeps.
 
+The ranks talk to each other over loopback alone.
+
 That reloads are exact with two ranks is shown in test_reload_exact.py.
 """
 
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from fresh_engine import ask_fresh_engines, rank_environment
 from live_stage import Stage
+from network_calls import STRACE, addresses, traced
 from safetensors.torch import load_file, save_file
 
 from weightferry.shared.exchange import Exchange
@@ -57,8 +60,9 @@ def test_a_load_that_fails_on_one_rank_is_undone_on_both(tmp_path):
     stage = Stage(tmp_path)
     file = stage.base_file(LATE)
     whole = shutil.copy(file, tmp_path / "whole")
-    flags = ("--tensor-parallel-size", "2")
-    with stage.server("merged", *flags, environment=rank_environment(2)) as server:
+    flags, calls = ("--tensor-parallel-size", "2"), tmp_path / "calls"
+    under = traced(calls, is_detached=True)
+    with stage.server("merged", *flags, environment=rank_environment(2), under=under) as server:
         with stage.training() as training:
             good = training.publish()
         server.wait_for_version(good)
@@ -86,6 +90,8 @@ def test_a_load_that_fails_on_one_rank_is_undone_on_both(tmp_path):
         server.wait_for_version(newest)
         newest_answers, versions = server.ask_greedy(PROMPTS)
     assert versions == {newest}
+    if STRACE is not None:
+        assert addresses(calls, "connect") <= {"127.0.0.1", "::1"}
     exchange = Exchange.open(stage.exchange)
     starts = [(exchange.version(number).path, None) for number in (good, newest)]
     assert ask_fresh_engines(PROMPTS, starts, num_ranks=2) == [answers[0], newest_answers]
