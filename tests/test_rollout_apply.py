@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from rollout_world import World
 from tiny_exchange import CHANGED, UNCHANGED, make_base
 
+from weightferry.rollout_server.stager import Stager
 from weightferry.shared.errors import ApplyError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.tensor_files import TensorSpec
@@ -284,6 +286,23 @@ def test_the_cache_holds_the_active_version_and_no_more(world):
         world.look()
     (kept,) = world.cache_dir.iterdir()
     assert kept.name == f"version-{numbers[-1]:012d}"
+
+
+def test_what_was_replaced_is_deleted_away_from_the_event_loop(world, monkeypatch):
+    dropped, drop = [], Stager.drop
+
+    def record(stager: Stager, number: int) -> None:
+        dropped.append((number, threading.current_thread() is threading.main_thread()))
+        drop(stager, number)
+
+    monkeypatch.setattr(Stager, "drop", record)
+    old = world.publish(1)
+    world.look()
+    dropped.clear()
+    world.publish(2)
+    world.look()
+    assert (old, False) in dropped
+    assert not any(is_on_the_event_loop for _, is_on_the_event_loop in dropped)
 
 
 @pytest.mark.parametrize("kind", ["not finite", "extra tensor", "short", "refused by the engine"])

@@ -53,3 +53,10 @@ def test_a_call_that_hangs_does_not_keep_the_process():
         [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=30, check=False
     )
     assert (done.returncode, done.stdout) == (0, "reading did not end within 0 s\n")
+
+
+def test_what_is_done_later_is_done_before_the_next_call_and_its_error_harms_nobody():
+    background, done = Background(30), []
+    background.later(lambda: done.append("deleted"))
+    background.later(raise_timeout)
+    assert asyncio.run(background.run("looking", lambda: list(done))) == ["deleted"]
