@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ..shared.digest import READ_BLOCK_BYTES
+from ..shared.digest import blocks_of
 from ..shared.errors import IntegrityError
 from ..shared.exchange import Version
 from ..shared.manifest import FileEntry
@@ -51,11 +51,12 @@ class Stager:
         local.parent.mkdir(parents=True, exist_ok=True)
         try:
             with version.store.open(entry.path) as source, local.open("wb") as copy:
-                # one that is longer than its manifest says is not copied to its end
-                while digest.size_bytes <= entry.size_bytes and (block := source.read(READ_BLOCK_BYTES)):
+                for block in blocks_of(source):
                     digest.update(block)
                     copy.write(block)
                     self.fetched_bytes += len(block)
+                    if digest.size_bytes > entry.size_bytes:
+                        break  # one that is longer than its manifest says is not copied to its end
         except FileNotFoundError:
             raise IntegrityError(where, "is missing") from None
         entry.check(digest, where)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,9 +59,24 @@ def stream_xxh3_128(file: Readable) -> str:
     return read_through(file, FileDigest()).xxh3_128
 
 
+def blocks_of(file: Readable) -> Iterator[bytes | memoryview]:
+    """What is left of an open file, in blocks; each holds only until the next one is asked for.
+
+    A local file is read into the same memory again and again: new memory for every block would cost as much
+    as reading, digesting and writing it. Others make their blocks themselves (ranged_reader).
+    """
+    if not isinstance(file, io.BufferedReader):
+        while block := file.read(READ_BLOCK_BYTES):
+            yield block
+        return
+    buffer = memoryview(bytearray(READ_BLOCK_BYTES))
+    while size_bytes := file.readinto(buffer):
+        yield buffer[:size_bytes]
+
+
 def read_through(file: Readable, digest: FileDigest) -> FileDigest:
     """Digest what is left of an open file."""
-    while block := file.read(READ_BLOCK_BYTES):
+    for block in blocks_of(file):
         digest.update(block)
     return digest
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from . import durable
-from .digest import READ_BLOCK_BYTES
+from .digest import blocks_of
 from .errors import ConfigError, IntegrityError
 from .exchange import Version
 from .manifest import MANIFEST_NAME, FileEntry
@@ -67,7 +67,7 @@ def _copy(version: Version, entry: FileEntry, directory: Path, sync: bool) -> No
             version.store.open(entry.path) as source,
             durable.NewFile(target, sha256=signed, sync=sync) as file,
         ):
-            while block := source.read(READ_BLOCK_BYTES):
+            for block in blocks_of(source):
                 file.write(block)
     except FileNotFoundError:
         raise IntegrityError(where, "is missing") from None
