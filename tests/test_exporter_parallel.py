@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -274,6 +275,12 @@ def test_nor_with_one_expert_a_rank(directory, alone):
     compare_with_one_rank(directory, alone, ["experts", "experts, inputs first"], 4, publish_cases)
 
 
+def fidelity_of(version: Path) -> dict[str, dict[str, float]]:
+    """The figures of each tensor and of all; partial sums of ranks may round otherwise."""
+    fidelity = json.loads((version / "manifest.json").read_bytes())["fidelity"]
+    return {"total": fidelity["total"], **fidelity["modules"]}
+
+
 def compare_with_one_rank(
     directory: Path, alone: dict[str, Path], names: list[str], world_size: int, way: Callable
 ) -> None:
@@ -286,6 +293,7 @@ def compare_with_one_rank(
         assert files == sorted(path.relative_to(many) for path in many.rglob("*") if path.is_file())
         for file in (file for file in files if file.name != "manifest.json"):
             assert (one / file).read_bytes() == (many / file).read_bytes(), f"{name}: {file}"
+        assert fidelity_of(many) == {key: pytest.approx(of) for key, of in fidelity_of(one).items()}, name
         exchange = Exchange.open(many.parent.parent)
         assert verify_exchange(exchange) == []
 
