@@ -129,8 +129,8 @@ class Publisher:
 
         Not to be called between a forward and its backward. `metrics` (JSON values) go into the manifest.
         PublishError on every rank if any rank fails: then nothing appeared, the model is untouched, and the
-        next publish works. BaseMismatchError or UnsupportedError likewise, if the base or the set of adapted
-        modules is no longer what it was when the publisher was made.
+        next publish works. BaseMismatchError or UnsupportedError likewise, if the base, the set of adapted
+        modules or the way that they are merged is no longer what it was when the publisher was made.
         """
         self._control.together(self._check_structure)
         try:
@@ -243,6 +243,12 @@ class Publisher:
             raise UnsupportedError(
                 "other modules are adapted, or other tensors trained, than when the publisher was made; "
                 "close it and make a new one"
+            )
+        by_rows = (self._plans[index].unit for index, _ in self._owners)
+        if not all(merges_by_rows(unit, self._control.world_size) for unit in by_rows):
+            raise UnsupportedError(
+                "an adapter that was added since the publisher was made cannot be merged row by row; close "
+                "it and make a new one, which writes whole layers"
             )
 
     def _begin(self, step: int) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from exporter_ranks import CASES, build, open_exchange, place, publish_cases, shard, without_shared_pages
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig
+from peft.tuners.lora.config import BdLoraConfig
 from ranks import run_on_ranks
 from tiny_exchange import make_base, publish, writing
 from tiny_model import make_odd_model, make_tiny_gpt_oss, make_tiny_model, make_tiny_moe
@@ -27,7 +29,7 @@ from weightferry.exporter.model_walk import base_model
 from weightferry.exporter.publisher import Publisher
 from weightferry.exporter.row_merge import RowMerge
 from weightferry.shared.durable import FilePart
-from weightferry.shared.errors import BaseMismatchError, PublishError, UsageError
+from weightferry.shared.errors import BaseMismatchError, PublishError, UnsupportedError, UsageError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.tensor_files import read_header
 from weightferry.shared.verify import verify_exchange
@@ -202,6 +204,31 @@ def test_rows_that_are_no_longer_the_bases_are_named_on_every_rank(directory):
     assert first == second
     assert "in model.layers.0.self_attn.q_proj.weight (other values)" in first
     assert Exchange.open(directory / "moved").versions() == []
+
+
+def publish_an_adapter_added_late(directory: Path) -> tuple[str, str]:
+    """One whose B is block-diagonal: the rows of a block are not rows of the merged weight."""
+    rank, world_size = place()
+    case = CASES["queries only"]
+    model = shard(build(case, directory), world_size)
+    exchange = open_exchange(rank, directory / "late", directory / case.base)
+    with Publisher(model, exchange, publish="merged") as publisher:
+        blocks = BdLoraConfig(target_modules_bd_b=["q_proj"], nblocks=2)
+        model.add_adapter("late", LoraConfig(r=4, target_modules=["q_proj"], use_bdlora=blocks))
+        model.set_adapter("late")
+        with pytest.raises(UnsupportedError) as caught:
+            publisher.publish(1)
+        model.delete_adapter("late")
+        model.set_adapter("default")
+        return str(caught.value), str(publisher.publish(2).wait().path)
+
+
+@ranks
+def test_an_adapter_added_late_that_does_not_merge_by_rows_is_no_version(directory):
+    (first, path), (second, _) = run_on_ranks(publish_an_adapter_added_late, directory, world_size=2)
+    assert first == second
+    assert "added since the publisher was made cannot be merged row by row" in first
+    assert [version.path for version in Exchange.open(directory / "late").versions()] == [Path(path)]
 
 
 def publish_where_rank_1_sees_another_place(directory: Path) -> tuple[Path, list[str], list[str]]:
