@@ -14,7 +14,7 @@ from ..shared.digest import xxh3_128
 from ..shared.errors import DivergedError, IncompatibleError, IntegrityError
 from ..shared.exchange import Version
 from ..shared.manifest import AdapterModule, Manifest
-from ..shared.tensor_files import plan_file
+from ..shared.tensor_files import plan_file, read_header
 from .adapter_check import FACTOR_NAMES, WEIGHTS_NAME, adapter_files, stage_adapter
 from .stager import Stager
 from .weights import WeightSet, own_weight_files, weight_set
@@ -76,7 +76,8 @@ class FoldSource:
 
     def num_bytes(self, manifest: Manifest) -> int:
         modules = manifest.adapter.modules if manifest.adapter else ()
-        folded = [self._base.specs[n].size_bytes for n in map(_weight_name, modules) if n in self._base.specs]
+        specs = self._base.specs
+        folded = [specs[name].size_bytes for name in map(_weight_name, modules) if name in specs]
         return sum(file.size_bytes for file in adapter_files(manifest)) + sum(folded)
 
     def stage(self, version: Version) -> WeightSet:
@@ -103,7 +104,8 @@ class FoldSource:
         from ..shared.tensor_bytes import bytes_of
 
         by_weight = {_weight_name(module): module for module in modules}
-        plan = plan_file(self._base.specs[name] for name in by_weight)
+        plan = plan_file(self._base.slots[name].spec for name in by_weight)
+        adapter_slots = read_header(adapter)
         digests: dict[str, str] = {}
         with file.open("wb") as output:
             output.write(plan.header)
@@ -111,7 +113,7 @@ class FoldSource:
                 name = slot.spec.name
                 module = by_weight[name]
                 name_a, name_b = (factor.format(module.name) for factor in FACTOR_NAMES)
-                factors = dict(read_tensors(adapter, [name_a, name_b]))
+                factors = dict(read_tensors(adapter, [name_a, name_b], adapter_slots))
                 weight = self._base_weight(name)
                 merged = merge_rounded(weight, factors[name_a], factors[name_b], module.scaling)
                 data = bytes_of(_require_finite(name, merged))
@@ -123,7 +125,7 @@ class FoldSource:
         """The base's tensor, read anew: it must still be what it was when the server started."""
         from ..shared.tensor_bytes import bytes_of
 
-        ((_, weight),) = read_tensors(self.base_set.files[name], [name])
+        ((_, weight),) = read_tensors(self.base_set.files[name], [name], self._base.slots)
         if (found := xxh3_128(bytes_of(weight))) != self.base_set.digests[name]:
             raise IntegrityError(
                 self.base_set.files[name],

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..shared.kill_points import reach
-from ..shared.tensor_files import read_header
+from ..shared.tensor_files import TensorSlot, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -77,13 +77,18 @@ class _Counter:
                 reach("during-apply")
 
 
-def read_tensors(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Some tensors of a safetensors file, in file order, each in memory of its own."""
+def read_tensors(
+    path: Path, names: list[str], slots: dict[str, TensorSlot] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Some tensors of a safetensors file, in file order, each in memory of its own.
+
+    `slots` is its header, for who reads it often.
+    """
     import torch
 
     from ..shared.tensor_bytes import TORCH_DTYPES
 
-    slots = read_header(path)
+    slots = read_header(path) if slots is None else slots
     with path.open("rb") as file:
         for name in sorted(names, key=lambda name: slots[name].begin):
             slot = slots[name]
