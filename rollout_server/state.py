@@ -70,6 +70,7 @@ class ServerState:
     base: dict[str, Any] | None = None
     applied: list[Applied] = field(default_factory=list)
     refused: dict[int, Refusal] = field(default_factory=dict)
+    forgotten: set[int] = field(default_factory=set)  # refused, too, their reasons no longer kept
     num_leases: int = 0
     # every number that became active after the start, by which a request knows what changed since it arrived
     activated: list[int] = field(default_factory=list)
@@ -125,7 +126,9 @@ class ServerState:
     def refuse(self, refusal: Refusal) -> None:
         self.refused[refusal.number] = refusal
         while len(self.refused) > NUM_REMEMBERED:
-            del self.refused[min(self.refused)]
+            oldest = min(self.refused)
+            del self.refused[oldest]
+            self.forgotten.add(oldest)
 
     def outline(self) -> dict[str, Any]:
         """What is active and what holds it there: a part of every answer of ours that is no success."""

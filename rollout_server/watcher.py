@@ -102,6 +102,8 @@ class Watcher:
         what is active, and what was pinned, as it is.
         """
         async with self._turn:
+            if self._state.unhealthy_reason:  # since this was asked for: the engine holds nobody knows what
+                raise ApplyError(f"the server is unhealthy: {self._state.unhealthy_reason}")
             if number != self._state.active_version:
                 await self._apply_asked(number)
                 self._state.why = f"the operator rolled back to version {number}"
@@ -170,7 +172,12 @@ class Watcher:
         for version in reversed(versions):
             if version.number <= self._state.active_version or not self._state.follows_newest:
                 return
-            if self._may_try(version.number) and await self._try(self._exchange, version):
+            if not self._may_try(version.number):
+                continue
+            if await self._try(self._exchange, version):
+                return
+            if await self._has_news(self._exchange):
+                self._wake.set()  # it goes before the older ones that are left
                 return
 
     def _read_log(self, exchange: Exchange) -> Callable[[], list[Version]]:
@@ -201,6 +208,8 @@ class Watcher:
         )
 
     def _may_try(self, number: int) -> bool:
+        if number in self._state.forgotten:
+            return False
         refusal = self._state.refused.get(number)
         return refusal is None or (refusal.retry_at is not None and self._clock() >= refusal.retry_at)
 

@@ -109,6 +109,25 @@ def test_a_version_that_is_refused_for_good_cannot_be_rolled_back_to(tmp_path):
     assert (world.engine.events, world.state.pinned_version) == ([], None)
 
 
+def test_a_rollback_that_waited_for_an_apply_does_not_revive_a_server_that_it_left_unhealthy(three):
+    """The engine holds a mixture then, and a rollback would load only what differs from the last good one."""
+    oldest = three.published[0]
+    three.publish(4)
+    three.engine.failures = [ApplyError("cut"), ApplyError("cut again")]
+
+    async def story() -> None:
+        looking = asyncio.create_task(three.watcher.look())
+        while three.state.state != "applying":
+            await asyncio.sleep(0)
+        with pytest.raises(ApplyError, match=r"the server is unhealthy: apply failed \(cut\)"):
+            await three.watcher.roll_back(oldest)
+        await looking
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    assert three.state.state == "unhealthy"
+    assert three.state.active_version != oldest
+
+
 def test_a_pin_holds_what_is_active_until_it_is_taken_back(three):
     asyncio.run(three.watcher.pin())
     newer = three.publish(4)

@@ -8,7 +8,7 @@ import time
 import pytest
 from rollout_world import World
 
-from weightferry.shared.errors import ConfigError
+from weightferry.shared.errors import ApplyError, ConfigError
 from weightferry.shared.signing import HmacKey
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -97,3 +97,41 @@ def test_a_server_that_finds_its_log_lost_says_so_and_keeps_answering(tmp_path):
     world.check_serves(0)
     assert world.state.problem is not None
     assert "names a version beyond the last entry of the log" in world.state.problem
+
+
+def test_what_is_published_while_bad_versions_are_tried_goes_before_the_older_ones_of_them(tmp_path):
+    world = World(tmp_path)
+    world.publish(1)
+    world.publish(2)
+    world.engine.failures = [ApplyError("no")]
+    published = []
+
+    async def publish_once() -> None:
+        if not published:
+            published.append(await asyncio.to_thread(world.publish, 3))
+
+    world.engine.while_pausing = publish_once
+    world.look()  # the second fails, and the first is not tried: there is a third by now
+    world.check_serves(0)
+    assert world.engine.events.count("pause") == 1
+    assert world.watcher._wake.is_set()
+    world.look()
+    world.check_serves(published[0])
+
+
+def test_more_bad_versions_than_are_remembered_are_not_tried_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("weightferry.rollout_server.state.NUM_REMEMBERED", 2)
+    world = World(tmp_path, max_tries="1")
+    world.engine.failures = [ApplyError("no"), None] * 20
+    for step in range(1, 5):
+        world.publish(step)
+    world.look()
+    assert world.engine.events.count("pause") == 4
+    assert len(world.state.refused) == 2
+    for _ in range(3):
+        world.look()
+    assert world.engine.events.count("pause") == 4
+    world.engine.failures = []
+    good = world.publish(5)
+    world.look()
+    world.check_serves(good)
