@@ -1,7 +1,7 @@
 """The one module that touches vLLM: what the rollout server needs of it, and nothing else.
 
 Tested with vLLM 0.32 (run) and 0.33 (read); others are refused. Uses the public EngineClient, a worker
-extension, and two internals, each named where it is used. Invariants: no worker method raises (with tensor
+extension, and three internals, each named where it is used. Invariants: no worker method raises (with tensor
 parallelism an exception leaves the workers' answers out of step for good, vllm v1/executor/
 multiproc_executor.py `get_response`), and every call has a deadline.
 """
@@ -19,6 +19,8 @@ from ..shared.errors import ApplyError, EngineBusyError, UnsupportedError
 
 TESTED_VERSIONS = ("0.32.", "0.33.")
 WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"
+# Calls all data-parallel engines, returns every answer (vllm 0.32, v1/engine/core_client.py, AsyncMPClient).
+ASK_ALL_ENGINES = "call_utility_all_async"
 
 T = TypeVar("T")
 
@@ -100,18 +102,13 @@ def _ask_for_amx() -> None:
         torch.cpu._init_amx()
 
 
-def require_fitting_start(config: Any, apply: str) -> None:
-    """UnsupportedError unless vLLM (its VllmConfig) was started so that this apply mode is right."""
+def require_fitting_start(client: Any, apply: str) -> None:
+    """UnsupportedError unless vLLM (its EngineClient) was started so that this apply mode is right."""
     from vllm.platforms import current_platform
 
-    parallel = config.parallel_config
-    if parallel._api_process_count != 1 or parallel.data_parallel_size != 1:
-        # two watchers would pause against each other, and answers of engines but the first are not seen
-        raise UnsupportedError(
-            "weightferry needs one API server process and no data parallelism: start vLLM with "
-            "--api-server-count 1, and as many servers as you like"
-        )
-    if parallel.worker_extension_cls != WORKER_EXTENSION:
+    _require_one_front(client)
+    config = client.vllm_config
+    if config.parallel_config.worker_extension_cls != WORKER_EXTENSION:
         raise UnsupportedError(f"start vLLM with --worker-extension-cls {WORKER_EXTENSION}")
     if current_platform.is_cpu() and not config.model_config.enforce_eager:
         raise UnsupportedError(
@@ -126,11 +123,38 @@ def require_fitting_start(config: Any, apply: str) -> None:
         )
 
 
+def _require_one_front(client: Any) -> None:
+    """This API server must be the only one that pauses, and see every engine; all engines read one cache."""
+    parallel = client.vllm_config.parallel_config
+    if parallel._api_process_count != 1:
+        raise UnsupportedError(
+            "several API server processes would pause against each other: start vLLM with "
+            "--api-server-count 1, and as many servers as you like"
+        )
+    num_local, num_engines = parallel.data_parallel_size_local, parallel.data_parallel_size
+    if num_engines == 1:
+        return
+    is_split = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
+    if is_split or num_local != num_engines or parallel.data_parallel_backend != "mp":
+        raise UnsupportedError(
+            f"not all of the {num_engines} data-parallel engines are on this host and behind this server "
+            "alone: start vLLM with --data-parallel-backend mp and without external or hybrid load "
+            "balancing, or one server a host, all on one exchange"
+        )
+    # engines of a mixture of experts step together, which vLLM 0.32 cannot do on CPU: that was never run
+    if client.vllm_config.model_config.is_moe or not hasattr(client.engine_core, ASK_ALL_ENGINES):
+        raise UnsupportedError(
+            "data parallelism is tested with dense models and vLLM 0.32 alone: start one server for each "
+            "engine, all on one exchange"
+        )
+
+
 class VllmEngine:
-    """The running vLLM behind an API server."""
+    """The running vLLM behind an API server: one engine, or as many as are data-parallel."""
 
     def __init__(self, client: Any, models: Any, deadline_s: float) -> None:
         self._client, self._models, self._deadline_s = client, models, deadline_s
+        self._num_engines = client.vllm_config.parallel_config.data_parallel_size
         self._names = tuple(path.name for path in models.base_model_paths)
         self._routes = Routes({}, ())
 
@@ -186,11 +210,23 @@ class VllmEngine:
 
     async def _ask_workers(self, what: str, method: str, *arguments: Any) -> list[dict[str, Any]]:
         """Call a method of the worker extension on every rank; ApplyError names a rank that failed."""
-        answers = await self._in_time(what, self._client.collective_rpc(method, args=arguments))
-        for answer in answers:
-            if not answer["ok"]:
-                raise ApplyError(f"{what} failed on rank {answer['rank']}: {answer['error']}")
-        return answers
+        by_engine = await self._in_time(what, self._ask_engines(method, arguments))
+        for engine, answers in enumerate(by_engine):
+            of_engine = f" of engine {engine}" if len(by_engine) > 1 else ""
+            for answer in answers:
+                if not answer["ok"]:
+                    raise ApplyError(f"{what} failed on rank {answer['rank']}{of_engine}: {answer['error']}")
+        return [answer for answers in by_engine for answer in answers]
+
+    async def _ask_engines(self, method: str, arguments: tuple[Any, ...]) -> list[list[dict[str, Any]]]:
+        """The workers' answers, engine by engine.
+
+        The public `collective_rpc` asks all data-parallel engines, but returns the answers of the first only.
+        """
+        if self._num_engines == 1:
+            return [await self._client.collective_rpc(method, args=arguments)]
+        ask_all = getattr(self._client.engine_core, ASK_ALL_ENGINES)
+        return await ask_all("collective_rpc", method, None, arguments, None)
 
     async def _in_time(self, what: str, call: Awaitable[T]) -> T:
         try:

@@ -65,7 +65,7 @@ class RolloutPlugin:
         if engine_client is None:
             return
         require_closed(os.environ)  # not sooner: vLLM goes on without a plug-in that cannot be made
-        require_fitting_start(engine_client.vllm_config, self._settings.apply)
+        require_fitting_start(engine_client, self._settings.apply)
         if not any(entry.cls is VersionHeader for entry in self._app.user_middleware):
             raise UnsupportedError(
                 f"answers would not name their version: start vLLM with --middleware {MIDDLEWARE}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -226,6 +227,8 @@ def test_a_rollback_over_http_does_not_wait_for_itself(tmp_path):
 
 class Client:
     """As much of vLLM's EngineClient as a pause needs; it stands still after so many seconds."""
+
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.given = seconds, None

@@ -148,25 +148,40 @@ def test_settings_come_from_the_environment_and_are_checked():
         ServerSettings.from_environment({"WEIGHTFERRY_EXCHANGE": "/x", "WEIGHTFERRY_APPLY": "fast"})
 
 
-def vllm_config(**wrong: object) -> SimpleNamespace:
-    """As much of vLLM's VllmConfig as is looked at, right but for what is named."""
+ASKS_ALL = SimpleNamespace(call_utility_all_async=None)
+TWO_ENGINES: dict[str, object] = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+
+
+def engine_client(**wrong: object) -> SimpleNamespace:
+    """As much of vLLM's EngineClient as is looked at, right but for what is named."""
     right = {
         "_api_process_count": 1,
         "data_parallel_size": 1,
+        "data_parallel_size_local": 1,
+        "data_parallel_external_lb": False,
+        "data_parallel_hybrid_lb": False,
+        "data_parallel_backend": "mp",
+        "is_moe": False,
         "worker_extension_cls": WORKER_EXTENSION,
         "enforce_eager": True,
         "quantization": None,
         "lora_config": None,
     }
     values = SimpleNamespace(**right | wrong)
-    return SimpleNamespace(parallel_config=values, model_config=values, lora_config=values.lora_config)
+    config = SimpleNamespace(parallel_config=values, model_config=values, lora_config=values.lora_config)
+    return SimpleNamespace(vllm_config=config, engine_core=wrong.get("engine_core", ASKS_ALL))
 
 
 @pytest.mark.parametrize(
     ("wrong", "apply", "words"),
     [
         ({"_api_process_count": 2}, "merged", "--api-server-count 1"),
-        ({"data_parallel_size": 2}, "merged", "no data parallelism"),
+        ({"data_parallel_size": 2}, "merged", "not all of the 2 data-parallel engines are on this host"),
+        (TWO_ENGINES | {"data_parallel_external_lb": True}, "merged", "without external or hybrid"),
+        (TWO_ENGINES | {"data_parallel_hybrid_lb": True}, "merged", "without external or hybrid"),
+        (TWO_ENGINES | {"data_parallel_backend": "ray"}, "merged", "--data-parallel-backend mp"),
+        (TWO_ENGINES | {"is_moe": True}, "merged", "dense models"),
+        (TWO_ENGINES | {"engine_core": SimpleNamespace()}, "merged", "vLLM 0.32 alone"),
         ({"worker_extension_cls": ""}, "merged", "--worker-extension-cls weightferry"),
         ({"enforce_eager": False}, "merged", "--enforce-eager"),
         ({"quantization": "awq"}, "merged", "--apply adapter"),
@@ -174,10 +189,12 @@ def vllm_config(**wrong: object) -> SimpleNamespace:
     ],
 )
 def test_a_plain_vllm_that_was_started_otherwise_is_told_the_flag_it_lacks(wrong, apply, words):
-    require_fitting_start(vllm_config(), "merged")
-    require_fitting_start(vllm_config(lora_config="some", quantization="awq"), "adapter")
+    require_fitting_start(engine_client(), "merged")
+    require_fitting_start(engine_client(**TWO_ENGINES), "merged")
+    require_fitting_start(engine_client(is_moe=True), "merged")
+    require_fitting_start(engine_client(lora_config="some", quantization="awq"), "adapter")
     with pytest.raises(UnsupportedError, match=words):
-        require_fitting_start(vllm_config(**wrong), apply)
+        require_fitting_start(engine_client(**wrong), apply)
 
 
 def test_an_untested_vllm_is_refused_by_name(monkeypatch):

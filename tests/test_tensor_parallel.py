@@ -14,6 +14,7 @@ import pytest
 from fresh_engine import ask_fresh_engines, rank_environment
 from live_stage import Stage
 from network_calls import STRACE, addresses, traced
+from processes import hide_from_all_but, titled
 from safetensors.torch import load_file, save_file
 
 from weightferry.shared.exchange import Exchange
@@ -25,35 +26,10 @@ PROMPTS = ["12 + 34 = ", "the policy says: ", "alpha " * 30]
 LATE = "model.layers.1.mlp.up_proj.weight"
 
 
-def process_of_first_rank(api_server: int) -> int:
-    """The process whose title says that it is worker 0 of this server."""
-    for process in Path("/proc").glob("[0-9]*"):
-        if (process / "comm").read_text().startswith("VLLM::Worker_TP"):
-            title = (process / "cmdline").read_bytes().rstrip(b"\0")
-            if title == b"VLLM::Worker_TP0" and is_below(int(process.name), api_server):
-                return int(process.name)
-    raise AssertionError("there is no process of rank 0")
-
-
-def is_below(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return False
-
-
 def halve(file: Path) -> None:
     """Cut the tensor's rows in half: what is left holds the rows of rank 0, and none of rank 1's."""
     tensors = load_file(file)
     save_file(tensors | {LATE: tensors[LATE][: len(tensors[LATE]) // 2].clone()}, file)
-
-
-def hide_from_all_but(pid: int, file: Path) -> None:
-    """Let only this process find the file: the link leads through a thread of its own."""
-    there = file.with_name(f"{file.name}-moved")
-    file.rename(there)
-    file.symlink_to(f"/proc/self/task/{pid}/root{there}")
 
 
 def test_a_load_that_fails_on_one_rank_is_undone_on_both(tmp_path):
@@ -62,7 +38,8 @@ def test_a_load_that_fails_on_one_rank_is_undone_on_both(tmp_path):
     whole = shutil.copy(file, tmp_path / "whole")
     flags, calls = ("--tensor-parallel-size", "2"), tmp_path / "calls"
     under = traced(calls, is_detached=True)
-    with stage.server("merged", *flags, environment=rank_environment(2), under=under) as server:
+    environment = rank_environment(2) | {"WEIGHTFERRY_MAX_TRIES": "1"}  # or it is tried again when mended
+    with stage.server("merged", *flags, environment=environment, under=under) as server:
         with stage.training() as training:
             good = training.publish()
         server.wait_for_version(good)
@@ -77,7 +54,7 @@ def test_a_load_that_fails_on_one_rank_is_undone_on_both(tmp_path):
         assert server.ask_greedy(PROMPTS) == answers
 
         shutil.copy(whole, file)
-        hide_from_all_but(process_of_first_rank(server.pid), file)
+        hide_from_all_but(titled("VLLM::Worker_TP0", server.pid), file)
         with stage.training(["q_proj"]) as training:
             second_bad = training.publish()
         reason = server.wait_for_refusal(second_bad)

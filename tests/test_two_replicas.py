@@ -1,4 +1,4 @@
-"""Two servers follow one exchange, each for itself: this is how more than one engine is served.
+"""Two servers follow one exchange, each for itself.
 
 The writer keeps one version and gives no grace, so that nothing but a lease protects what a server reads.
 """

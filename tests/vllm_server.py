@@ -91,12 +91,18 @@ class LiveServer:
         status = self.wait_for(is_refused, f"the refusal of {number}", APPLY_DEADLINE_S)
         return next(entry["reason"] for entry in status["refused"] if entry["number"] == number)
 
-    def ask_greedy(self, prompts: Sequence[str]) -> tuple[Answers, set[int]]:
-        """Each prompt alone: the token ids, and the versions that the answers named."""
+    def ask_greedy(self, prompts: Sequence[str], engine: int | None = None) -> tuple[Answers, set[int]]:
+        """Each prompt alone: the token ids, and the versions that the answers named.
+
+        `engine` is the data-parallel one that is to answer.
+        """
         answers, versions = [], set()
+        headers = {} if engine is None else {"x-data-parallel-rank": str(engine)}
         for prompt in prompts:
             body = {"model": MODEL, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0.0}
-            response = self.http.post("/v1/completions", json=body | {"return_token_ids": True})
+            response = self.http.post(
+                "/v1/completions", json=body | {"return_token_ids": True}, headers=headers
+            )
             response.raise_for_status()
             answers.append(response.json()["choices"][0]["token_ids"])
             versions |= named_versions(response.headers)
