@@ -9,6 +9,7 @@ version, after the load; that a server held at a version answers as a fresh engi
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import threading
@@ -122,13 +123,8 @@ class Load:
         self.answers: list[Answer] = []
 
     def run_while(self, act) -> None:
-        limits = httpx.Limits(max_connections=NUM_CLIENTS + 1, keepalive_expiry=KEEP_IDLE_S)
-        url = self._server.http.base_url
-        with (
-            httpx.Client(base_url=url, timeout=APPLY_DEADLINE_S, trust_env=False, limits=limits) as http,
-            ThreadPoolExecutor(NUM_CLIENTS) as pool,
-        ):
-            clients = [pool.submit(self._ask, http, number) for number in range(NUM_CLIENTS)]
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            clients = [pool.submit(self._ask, number) for number in range(NUM_CLIENTS)]
             try:
                 act()
             finally:
@@ -136,12 +132,14 @@ class Load:
             for client in clients:
                 client.result(APPLY_DEADLINE_S)  # raises what failed
 
-    def _ask(self, http: httpx.Client, client: int) -> None:
-        turn = client
-        while not self._stop.is_set():
-            prompt = PROMPTS[turn % len(PROMPTS)]
-            self.answers.append(answer_to(http, prompt, self._kinds[client % len(self._kinds)]))
-            turn += 1
+    def _ask(self, client: int) -> None:
+        kind, url = self._kinds[client % len(self._kinds)], self._server.http.base_url
+        limits = httpx.Limits(keepalive_expiry=KEEP_IDLE_S)
+        with httpx.Client(base_url=url, timeout=APPLY_DEADLINE_S, trust_env=False, limits=limits) as http:
+            for turn in itertools.count(client):
+                if self._stop.is_set():
+                    return
+                self.answers.append(answer_to(http, PROMPTS[turn % len(PROMPTS)], kind))
 
 
 def apply_many(server: LiveServer, reissuer: Reissuer, num_applies: int) -> None:
