@@ -9,6 +9,8 @@ with both factors, in the shapes that the base and the rank demand, floating and
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 
 from ..shared.errors import DivergedError, IncompatibleError
@@ -21,6 +23,7 @@ from .worker_extension import read_tensors
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 FACTOR_DTYPES = ("BF16", "F16", "F32", "F64")
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq")
 FACTOR_NAMES = ("base_model.model.{}.lora_A.weight", "base_model.model.{}.lora_B.weight")
 
 
@@ -53,6 +56,36 @@ def check_adapter(directory: Path, entry: AdapterEntry, base: dict[str, TensorSp
     _check_dtypes(specs)
     _check_finite(directory / WEIGHTS_NAME, list(specs))
     return len(specs)
+
+
+def require_said_scaling(directory: Path, entry: AdapterEntry) -> None:
+    """IncompatibleError unless the adapter's own settings say the scaling that the trainer's model had.
+
+    vLLM computes it from them; a trainer may set another on the live model, which PEFT does not save.
+    """
+    config = json.loads((directory / CONFIG_NAME).read_bytes())
+    for module in entry.modules:
+        found = _said_scaling(config, module.name)
+        if found is None or not math.isclose(found, module.scaling, rel_tol=1e-9):
+            raise IncompatibleError(
+                f"{module.name} is scaled by {module.scaling} in training, by {found} in {CONFIG_NAME}, "
+                "which vLLM goes by: set it by lora_alpha or alpha_pattern, or serve with --apply merged"
+            )
+
+
+def _said_scaling(config: dict, name: str) -> float | None:
+    """PEFT's rule, and vLLM's (lora/peft_helper.py `get_rank_and_scaling`); None if it cannot be told."""
+    rank = _by_pattern(config.get("rank_pattern"), name, config.get("r"))
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha"))
+    if not rank or alpha is None:
+        return None
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _by_pattern(patterns: dict | None, name: str, default: float | None) -> float | None:
+    """The first pattern that ends the name at a dot counts."""
+    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name))
+    return next(found, default)
 
 
 def _check_shapes(specs: dict[str, TensorSpec], entry: AdapterEntry, base: dict[str, TensorSpec]) -> None:
@@ -101,8 +134,19 @@ def _check_config(config: dict) -> None:
         "trainable_token_indices": "trainable tokens",
         "target_parameters": "target_parameters",
         "alora_invocation_tokens": "aLoRA",
+        "layer_replication": "layer_replication",
+        "use_bdlora": "BD-LoRA",
+        "use_qalora": "QALoRA",
+        "arrow_config": "Arrow",
+        "kasa_config": "KaSA",
         "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     }
+    init = str(config.get("init_lora_weights")).lower()
+    if init.startswith(BASE_CHANGING_INITS):
+        raise IncompatibleError(
+            f"an adapter with init_lora_weights={init} fits what its making left of the base, not the base: "
+            "train with init_lora_weights=true, or serve with --apply merged"
+        )
     for key, words in refused.items():
         if config.get(key):
             raise IncompatibleError(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from ..shared.checkpoint import Checkpoint
 from ..shared.errors import ApplyError, WeightferryError
 from ..shared.exchange import Version
-from .adapter_check import adapter_files, stage_adapter
+from .adapter_check import adapter_files, require_said_scaling, stage_adapter
 from .background import Background
 from .engine import Engine
 from .merged_source import MergedSource
@@ -204,7 +204,10 @@ class AdapterApplier:
 
     def _stage(self, version: Version) -> tuple[Path, int]:
         try:
-            return stage_adapter(self._stager, version, self._base.specs)
+            directory, num_tensors = stage_adapter(self._stager, version, self._base.specs)
+            if (entry := version.manifest.adapter) is not None:
+                require_said_scaling(directory, entry)
+            return directory, num_tensors
         except BaseException:
             self._stager.drop(version.number)
             raise
@@ -215,6 +218,6 @@ class AdapterApplier:
         for number in old:
             try:
                 await self._engine.remove_adapter(self._kept.pop(number))
-            except ApplyError as error:
+            except Exception as error:
                 logger.warning("rollout_server: the adapter of version %d: %s", number, error)
             self._stager.drop(number)

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ..shared.errors import ApplyError, EngineBusyError, UnsupportedError
+from ..shared.errors import ApplyError, EngineBusyError, IncompatibleError, UnsupportedError
 
 TESTED_VERSIONS = ("0.32.", "0.33.")
 WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"
@@ -57,7 +57,10 @@ class Engine(Protocol):
         """From now on, adapters can stand behind the public model names; until then the base does."""
 
     async def add_adapter(self, name: str, directory: Path) -> Any:
-        """Load an adapter on every worker; returns a handle for `route_to`."""
+        """Load an adapter on every worker; returns a handle for `route_to`.
+
+        ApplyError names the failing rank; IncompatibleError a module that would be left out of the answers.
+        """
 
     async def remove_adapter(self, handle: Any) -> None: ...
 
@@ -193,9 +196,17 @@ class VllmEngine:
     async def add_adapter(self, name: str, directory: Path) -> Any:
         number = self._models.lora_id_counter.inc(1)
         handle = adapter_request(name, number, str(directory))
-        await self._ask_workers(
+        answers = await self._ask_workers(
             "load of the adapter", "weightferry_add_adapter", name, number, str(directory)
         )
+        # with pipeline parallelism each rank has some of the layers
+        if unbound := sorted(set.intersection(*(set(answer["unbound"]) for answer in answers))):
+            await self.remove_adapter(handle)
+            raise IncompatibleError(
+                f"vLLM has no place for the adapter of {unbound[0]} ({len(unbound)} in all) and would answer "
+                "without it: allow it by vLLM's flags (--lora-target-modules, "
+                "--enable-tower-connector-lora), leave it unadapted, or serve with --apply merged or fold"
+            )
         return handle
 
     async def remove_adapter(self, handle: Any) -> None:
@@ -242,6 +253,16 @@ def adapter_request(name: str, number: int, directory: str) -> Any:
     return LoRARequest(lora_name=name, lora_int_id=number, lora_path=directory)
 
 
+def unbound_modules(worker: Any, number: int) -> list[str]:
+    """Modules of a loaded adapter for which this worker has no layer.
+
+    vLLM leaves them out without a word: those that --lora-target-modules keeps out, of a vision tower, or
+    without a LoRA layer (vllm 0.32 and 0.33, lora/model_manager.py `activate_adapter`, private names).
+    """
+    manager = worker.model_runner.lora_manager._adapter_manager
+    return sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+
+
 class Routes(dict):
     """vLLM's table of model name -> LoRARequest, in which the public names stand for the active version.
 
@@ -249,24 +270,27 @@ class Routes(dict):
     served base names (entrypoints/serve/engine/serving.py, `_maybe_get_adapters`, 0.32 and 0.33): an entry
     under a public name takes over from the base atomically, and running requests keep the adapter that they
     were given. Recording what each request was given makes its version header exact, and says which
-    adapters are in use. Other names (the user's own --lora-modules) stand for the base, 0.
+    adapters are in use. Other names (the user's own --lora-modules) stand for the base, 0. A request may
+    leave its model out (`_is_model_supported`): then it means the first public name.
     """
 
     def __init__(self, existing: dict, public_names: tuple[str, ...]) -> None:
         super().__init__(existing)
         self._public_names, self._number = public_names, 0
+        self._default = next(iter(public_names), None)
 
     def set_version(self, handle: Any, number: int) -> None:
         self._number = number
         self.update(dict.fromkeys(self._public_names, handle))
 
     def __contains__(self, name: object) -> bool:
-        has_adapter = super().__contains__(name)
+        has_adapter = super().__contains__(name or self._default)
         if not has_adapter:
             self._record(0)
         return has_adapter
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str | None) -> Any:
+        name = name or self._default
         self._record(self._number if name in self._public_names else 0)
         return super().__getitem__(name)
 

@@ -38,15 +38,17 @@ class WeightferryWorker:
         return {"ok": True, "rank": worker.rank, "num_tensors": counted.num_read}
 
     def weightferry_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
-        """Load an adapter; the caller has checked its files."""
-        from .engine import adapter_request
+        """Load an adapter, and name what of it is not bound here; the caller has checked its files."""
+        from .engine import adapter_request, unbound_modules
 
         worker: Any = self
         try:
-            is_loaded = worker.add_lora(adapter_request(name, number, directory))
+            if not worker.add_lora(adapter_request(name, number, directory)):
+                return _failed(worker, "vLLM did not keep it")
+            unbound = unbound_modules(worker, number)
         except BaseException as error:
             return _failed(worker, error)
-        return {"ok": True, "rank": worker.rank} if is_loaded else _failed(worker, "vLLM did not keep it")
+        return {"ok": True, "rank": worker.rank, "unbound": unbound}
 
     def weightferry_remove_adapter(self, number: int) -> dict[str, Any]:
         """Forget an adapter that no request uses; one that was evicted already is no error."""

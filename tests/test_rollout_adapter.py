@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from weightferry.rollout_server.adapter_check import check_adapter
+from weightferry.rollout_server.adapter_check import check_adapter, require_said_scaling
 from weightferry.shared.errors import ApplyError, IntegrityError
 from weightferry.shared.manifest import AdapterEntry, AdapterModule
 from weightferry.shared.tensor_files import TensorSpec
@@ -67,7 +67,9 @@ def test_a_cut_file_is_named(tmp_path):
         check_adapter(tmp_path, ENTRY, BASE)
 
 
-@pytest.mark.parametrize("key", ["use_dora", "lora_bias", "modules_to_save", "target_parameters"])
+@pytest.mark.parametrize(
+    "key", ["use_dora", "lora_bias", "modules_to_save", "target_parameters", "use_bdlora", "kasa_config"]
+)
 def test_what_vllm_cannot_serve_is_refused_with_the_way_out(tmp_path, key):
     with pytest.raises(ApplyError, match="serve with --apply merged"):
         check_adapter(write(tmp_path, **{key: ["x"]}), ENTRY, BASE)
@@ -88,3 +90,35 @@ def test_a_module_that_is_no_linear_layer_is_refused_with_the_way_out(tmp_path):
     )
     with pytest.raises(ApplyError, match="use --apply merged"):
         check_adapter(write(tmp_path), entry, BASE)
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_4", "OLoRA", "corda", "loftq"])
+def test_an_adapter_that_changed_its_base_when_it_was_made_is_refused(tmp_path, init):
+    with pytest.raises(ApplyError, match="fits what its making left of the base, not the base"):
+        check_adapter(write(tmp_path, init_lora_weights=init), ENTRY, BASE)
+    assert check_adapter(write(tmp_path, init_lora_weights="gaussian"), ENTRY, BASE) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "is_right"),
+    [
+        ({"lora_alpha": 8}, True),
+        ({"lora_alpha": 4, "use_rslora": True}, True),
+        ({"lora_alpha": 8, "r": 9, "rank_pattern": {"q_proj": 4}}, True),
+        ({"lora_alpha": 1, "alpha_pattern": {"layers.0.self_attn.q_proj": 8}}, True),
+        ({"lora_alpha": 8, "alpha_pattern": {"proj": 1}}, True),  # ends no name at a dot
+        ({"lora_alpha": 16}, False),
+        ({"lora_alpha": 8, "use_rslora": True}, False),
+        ({"lora_alpha": 8, "alpha_pattern": {"q_proj": 1}}, False),
+        ({}, False),
+    ],
+)
+def test_a_scaling_that_only_the_live_model_had_is_refused(tmp_path, config, is_right):
+    write(tmp_path, **config)
+    if is_right:
+        require_said_scaling(tmp_path, ENTRY)
+    else:
+        with pytest.raises(
+            ApplyError, match=r"q_proj is scaled by 2\.0 in training, by .* serve with --apply"
+        ):
+            require_said_scaling(tmp_path, ENTRY)

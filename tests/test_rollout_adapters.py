@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rollout_world import World
 from tiny_exchange import CHANGED
 
-from weightferry.shared.errors import ApplyError
+from weightferry.rollout_server.engine import VllmEngine
+from weightferry.shared.errors import ApplyError, IncompatibleError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.manifest import AdapterEntry, AdapterModule
 from weightferry.shared.publication import ManifestFields
@@ -22,7 +24,7 @@ def world(tmp_path):
     return World(tmp_path, apply="adapter")
 
 
-def publish(world: World, value: float = 1.0) -> int:
+def publish(world: World, value: float = 1.0, alpha: int = 2) -> int:
     """A version that holds an adapter of rank 2 on one module."""
     from safetensors.numpy import save
 
@@ -33,7 +35,7 @@ def publish(world: World, value: float = 1.0) -> int:
     }
     writer = ExchangeWriter.become(Exchange.open(world.exchange_path, base=world.base_dir), run_id="run-a")
     publication = writer.begin(1)
-    config = json.dumps({"peft_type": "LORA", "r": 2}).encode()
+    config = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": alpha}).encode()
     publication.write_file("adapter/adapter_config.json", config)
     publication.write_file("adapter/adapter_model.safetensors", save(factors))
     entry = AdapterEntry(
@@ -113,13 +115,56 @@ def test_an_adapter_whose_settings_were_altered_never_reaches_the_engine(world):
     assert "adapter_config.json: has other bytes" in world.state.refused[bad].reason
 
 
-def test_an_old_adapter_that_cannot_be_removed_does_not_refuse_the_new_one(world):
-    world.engine.remove_failure = ApplyError("vLLM did not answer the removal of the adapter within 300 s")
+def test_an_adapter_that_vllm_would_scale_otherwise_never_reaches_the_engine(world):
+    bad = publish(world, alpha=3)
+    world.look()
+    assert world.engine.events == ["route"]
+    assert "scaled by 1.0 in training, by 1.5 in adapter_config.json" in world.state.refused[bad].reason
+
+
+@pytest.mark.parametrize("failure", [ApplyError("no answer within 300 s"), RuntimeError("not ours")])
+def test_an_old_adapter_that_cannot_be_removed_does_not_refuse_the_new_one(world, failure):
+    world.engine.remove_failure = failure
     for _ in range(5):
         publish(world)
         world.look()
     assert world.state.active_version == world.state.newest_version > 0
     assert world.state.refused == {}
+
+
+class Client:
+    """As much of vLLM's EngineClient as loading an adapter needs: what each rank could not bind."""
+
+    def __init__(self, *unbound: list[str]) -> None:
+        self.answers = [{"ok": True, "rank": rank, "unbound": names} for rank, names in enumerate(unbound)]
+        self.called: list[str] = []
+
+    async def collective_rpc(self, method: str, args: tuple) -> list[dict]:
+        self.called.append(method)
+        return self.answers
+
+
+class Models:
+    base_model_paths, lora_id_counter = (), SimpleNamespace(inc=lambda _step: 7)
+
+
+def test_an_adapter_of_which_vllm_binds_a_part_is_refused_and_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "weightferry.rollout_server.engine.adapter_request", lambda *_: SimpleNamespace(lora_int_id=7)
+    )
+    client = Client(["a", "b"], ["b", "c"])
+    with pytest.raises(IncompatibleError, match=r"no place for the adapter of b \(1 in all\)"):
+        asyncio.run(VllmEngine(client, Models, 60.0).add_adapter("policy@v1", tmp_path))
+    assert client.called == ["weightferry_add_adapter", "weightferry_remove_adapter"]
+
+
+def test_each_stage_of_a_pipeline_may_lack_the_modules_of_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "weightferry.rollout_server.engine.adapter_request", lambda *_: SimpleNamespace(lora_int_id=7)
+    )
+    client = Client(["a"], ["b"])
+    asyncio.run(VllmEngine(client, Models, 60.0).add_adapter("policy@v1", tmp_path))
+    assert client.called == ["weightferry_add_adapter"]
 
 
 def test_a_merged_version_is_refused_with_the_way_out(world):

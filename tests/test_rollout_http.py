@@ -101,7 +101,7 @@ def test_a_request_that_saw_a_reload_before_its_first_bytes_names_both_versions(
     assert (headers["x-weightferry-version-start"], headers["x-weightferry-version"]) == ("41", "42")
 
 
-@pytest.mark.parametrize("model", ["policy", "alias"])
+@pytest.mark.parametrize("model", ["policy", "alias", ""])  # vLLM takes a request without a model, too
 def test_with_adapters_the_version_is_that_of_the_adapter_the_request_was_given(app, model):
     app.state.routes.set_version("adapter of 40", 40)
     response = get(app, f"/ask?model={model}")
