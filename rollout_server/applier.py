@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..shared.checkpoint import Checkpoint
-from ..shared.errors import ApplyError, WeightferryError
+from ..shared.errors import ApplyError, SlowStorageError, WeightferryError
 from ..shared.exchange import Version
 from .adapter_check import adapter_files, require_said_scaling, stage_adapter
 from .background import Background
@@ -27,6 +28,7 @@ from .state import ServerState
 from .weights import ReloadPlan, WeightSet, plan_reload
 
 NUM_ADAPTERS_KEPT = 3
+T = TypeVar("T")
 logger = logging.getLogger("weightferry.rollout_server")
 
 
@@ -40,6 +42,17 @@ class Outcome:
     tensors_applied: int
     tensors_unchanged: int
     bytes_applied: int
+
+
+async def _staged(
+    background: Background, stager: Stager, version: Version, stage: Callable[[], T], num_bytes: int
+) -> T:
+    """What `stage` returns; where it comes too late, its files go as soon as it ends."""
+    try:
+        return await background.run("staging", stage, num_bytes=num_bytes)
+    except SlowStorageError:
+        background.later(lambda: stager.drop(version.number))
+        raise
 
 
 class Applier(Protocol):
@@ -68,7 +81,9 @@ class MergedApplier:
     async def apply(self, version: Version) -> Outcome:
         started = time.monotonic()
         size_bytes = self._source.num_bytes(version.manifest)
-        wanted = await self._background.run("staging", lambda: self._stage(version), num_bytes=size_bytes)
+        wanted = await _staged(
+            self._background, self._stager, version, lambda: self._stage(version), size_bytes
+        )
         plan = plan_reload(self._active, wanted, self._base.specs)
         staged = time.monotonic()
         try:
@@ -170,8 +185,8 @@ class AdapterApplier:
         if version.number in self._kept:  # a way back: what is loaded is not fetched again
             return await self._switch(version.number, self._kept.pop(version.number), started, 0, 0)
         num_bytes = sum(file.size_bytes for file in adapter_files(version.manifest))
-        directory, num_tensors = await self._background.run(
-            "staging", lambda: self._stage(version), num_bytes=num_bytes
+        directory, num_tensors = await _staged(
+            self._background, self._stager, version, lambda: self._stage(version), num_bytes
         )
         self._state.state = "applying"
         handle = await self._add(version, directory)

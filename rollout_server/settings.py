@@ -118,12 +118,12 @@ class ServerSettings:
                 continue
             _require_positive(name, getattr(self, name), kind)
 
-    def retry_after(self, tries: int, num_busy: int) -> float | None:
+    def retry_after(self, tries: int, num_excused: int) -> float | None:
         """Seconds to wait after so many failed tries; None: never again.
 
-        Those at which the engine was busy say nothing against a version: only the others are bounded.
+        Those that say nothing against the version are excused: only the others are bounded.
         """
-        if tries - num_busy >= self.tries:
+        if tries - num_excused >= self.tries:
             return None
         return float(self.retry_s) * 5 ** (min(tries, self.tries) - 1)
 

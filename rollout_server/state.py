@@ -39,7 +39,7 @@ class Refusal:
     reason: str
     tries: int
     retry_at: float | None
-    num_busy: int = 0  # of the tries, those at which the engine did not stand still
+    num_excused: int = 0  # of the tries, those that say nothing against the version
 
     def to_json(self) -> dict[str, Any]:
         return {

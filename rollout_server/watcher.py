@@ -1,8 +1,9 @@
 """Looks at the exchange, each interval and at file events, and has the newest good version applied.
 
 Invariants: the newest version goes first and is never held up by a bad one; a bad one is tried a bounded
-number of times and named in the state; while the operator holds updates nothing is applied but what he asks
-for; one apply at a time; nothing that happens here ends the task. Runs in API process 0.
+number of times (what the engine or the storage is to blame for does not count) and named in the state; while
+the operator holds updates nothing is applied but what he asks for; one apply at a time; nothing that happens
+here ends the task. Runs in API process 0.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..shared.errors import (
     BaseMismatchError,
     EngineBusyError,
     ExchangeNotFoundError,
+    SlowStorageError,
     WeightferryError,
 )
 from ..shared.exchange import Exchange, Version
@@ -34,6 +36,8 @@ from .refusals import kind_of
 from .settings import ServerSettings
 from .state import Applied, Refusal, ServerState
 
+# A busy engine, a full disk and a bucket that is away say nothing against a version, which may be the last.
+EXCUSED = (EngineBusyError, SlowStorageError, OSError)
 logger = logging.getLogger("weightferry.rollout_server")
 
 
@@ -218,10 +222,9 @@ class Watcher:
         started = time.monotonic()
         try:
             outcome = await self._apply_leased(exchange, version)
+            self._serves(version, outcome, time.monotonic() - started)
         except Exception as error:
             self._refuse(version, error)
-        else:
-            self._serves(version, outcome, time.monotonic() - started)
         if self._state.state != "unhealthy":
             self._state.state = "serving"
         return self._state.active_version == version.number
@@ -229,8 +232,8 @@ class Watcher:
     def _refuse(self, version: Version, error: Exception) -> None:
         known = self._state.refused.get(version.number)
         tries = known.tries + 1 if known else 1
-        num_busy = (known.num_busy if known else 0) + isinstance(error, EngineBusyError)
-        wait_s = self._settings.retry_after(tries, num_busy)
+        num_excused = (known.num_excused if known else 0) + isinstance(error, EXCUSED)
+        wait_s = self._settings.retry_after(tries, num_excused)
         # what is not ours carries no words of its own about what it is
         reason = str(error) if isinstance(error, WeightferryError | OSError) else repr(error)
         kind = kind_of(error)
@@ -241,7 +244,7 @@ class Watcher:
                 kind=kind,
                 reason=reason,
                 tries=tries,
-                num_busy=num_busy,
+                num_excused=num_excused,
                 retry_at=None if wait_s is None else self._clock() + wait_s,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from tiny_exchange import CHANGED, UNCHANGED, make_base
 from weightferry.rollout_server.stager import Stager
 from weightferry.shared.errors import ApplyError
 from weightferry.shared.exchange import Exchange
+from weightferry.shared.store import LocalStore
 from weightferry.shared.tensor_files import TensorSpec
 
 
@@ -364,6 +366,55 @@ def test_a_file_system_that_hangs_is_said_within_the_deadline(world, tmp_path):
     world.check_serves(0)
     assert "did not end within" in world.state.refused[number].reason
     shard.open("wb").close()  # lets the thread go
+
+
+def test_what_was_staged_too_late_does_not_stay_in_the_cache(world, monkeypatch):
+    number = world.publish(1)
+    may_go, stage = threading.Event(), Stager.stage
+
+    def slow(self, version, files):
+        may_go.wait(30)
+        return stage(self, version, files)
+
+    monkeypatch.setattr(Stager, "stage", slow)
+    world.background._deadline_s = 0.5
+
+    async def story() -> None:
+        await world.watcher.look()
+        assert "staging did not end within" in world.state.refused[number].reason
+        may_go.set()
+        world.background._deadline_s = 60.0
+        await world.background.run("what comes after", lambda: None)
+
+    asyncio.run(story())
+    assert list(world.cache_dir.iterdir()) == []
+
+
+def test_storage_that_fails_never_makes_a_refusal_final(world, monkeypatch):
+    """It may be the last version of a training, and the bucket be away for an hour."""
+    number = world.publish(1)
+    open_file = LocalStore.open
+
+    def no_space(_self, _path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalStore, "open", no_space)
+    for now_s in (0, 2, 12, 62, 312, 562):
+        world.now_s = now_s
+        world.look()
+    refusal = world.state.refused[number].to_json()
+    assert (refusal["kind"], refusal["tries"], refusal["is_final"]) == ("storage", 6, False)
+    monkeypatch.setattr(LocalStore, "open", open_file)
+    world.now_s = 812
+    world.look()
+    world.check_serves(number)
+
+
+def test_an_error_after_the_switch_leaves_no_server_that_applies_for_ever(world, monkeypatch):
+    number = world.publish(1)
+    monkeypatch.setattr("weightferry.rollout_server.watcher.datetime", None)
+    world.look()
+    world.check_serves(number)
 
 
 def test_no_lease_stays_behind(world):
