@@ -241,6 +241,16 @@ def test_an_unsound_version_is_refused_before_the_engine_is_touched(world, kind)
     assert words in world.state.refused[bad].reason
 
 
+@pytest.mark.parametrize("name", CHANGED)
+def test_every_tensor_of_a_file_is_looked_at(world, name):
+    nan = world.publish(1, values={name: np.full((8, 4), np.nan, dtype=np.float32)})
+    lie = world.publish(2, enter=lambda e: replace(e, xxh3_128="0" * 32) if e.name == name else e)
+    world.look()
+    world.check_serves(0)
+    assert f"{name} is not finite" in world.state.refused[nan].reason
+    assert f"{name} has other bytes" in world.state.refused[lie].reason
+
+
 @pytest.mark.parametrize("kind", BROKEN_AFTERWARDS)
 def test_a_damaged_version_is_refused_before_the_engine_is_touched(world, kind):
     damage, words = BROKEN_AFTERWARDS[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from rollout_world import World
 from safetensors.torch import save
 from tiny_exchange import CHANGED, UNCHANGED
 
+from weightferry.shared.errors import IncompatibleError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.manifest import AdapterEntry, AdapterModule
 from weightferry.shared.publication import ManifestFields
+from weightferry.shared.tensor_files import TensorSlot, read_header
 from weightferry.shared.writer import ExchangeWriter
 
 MODULES = tuple(name.removesuffix(".weight") for name in CHANGED)
@@ -27,13 +30,13 @@ def world(tmp_path):
     return World(tmp_path, apply="fold")
 
 
-def factors_of(seed: int) -> dict[str, torch.Tensor]:
-    """Trained factors of rank 2 for both modules, [8, 4] each."""
+def factors_of(seed: int, modules: Sequence[str] = MODULES) -> dict[str, torch.Tensor]:
+    """Trained factors of rank 2 for these modules, [8, 4] each."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"A": (2, 4), "B": (8, 2)}
     return {
         f"base_model.model.{module}.lora_{kind}.weight": torch.randn(shapes[kind], generator=generator)
-        for module in MODULES
+        for module in modules
         for kind in "AB"
     }
 
@@ -50,7 +53,11 @@ def expected(world: World, factors: dict[str, torch.Tensor], scaling: float = 2.
 
 
 def publish(
-    world: World, factors: dict[str, torch.Tensor], merged: dict[str, bytes] | None = None, **config: Any
+    world: World,
+    factors: dict[str, torch.Tensor],
+    merged: dict[str, bytes] | None = None,
+    modules: Sequence[str] = MODULES,
+    **config: Any,
 ) -> int:
     """A version with the adapter, and with merged weights beside it if they are given."""
     exchange = Exchange.open(world.exchange_path, base=world.base_dir)
@@ -58,8 +65,9 @@ def publish(
     publication = writer.begin(1)
     if merged:
         specs = world.checkpoint.specs
-        publication.write_shard("layer-00000.safetensors", [(specs[n], merged[n]) for n in CHANGED])
-        unchanged = [specs[name] for name in UNCHANGED]
+        changed = [name for name in specs if merged[name] != world.checkpoint.read_bytes(name)]
+        publication.write_shard("layer-00000.safetensors", [(specs[n], merged[n]) for n in changed])
+        unchanged = [spec for name, spec in specs.items() if name not in changed]
         publication.link_base_shard("outer.same.safetensors", unchanged, world.checkpoint.read_bytes)
     config_bytes = json.dumps({"peft_type": "LORA", "r": 2} | config).encode()
     publication.write_file("adapter/adapter_config.json", config_bytes)
@@ -67,7 +75,7 @@ def publish(
     entry = AdapterEntry(
         dir=f"{publication.relative_dir}/adapter",
         config_sha256="",
-        modules=tuple(AdapterModule(name=module, rank=2, scaling=2.0) for module in MODULES),
+        modules=tuple(AdapterModule(name=module, rank=2, scaling=2.0) for module in modules),
     )
     kind = "both" if merged else "adapter"
     version = publication.commit(ManifestFields(published=kind, world_size=1, adapter=entry))
@@ -117,6 +125,30 @@ def test_where_the_trainer_merged_too_its_digests_must_agree(world):
     assert "serve with --apply merged" in world.state.refused[bad].reason
 
 
+def test_what_the_trainer_changed_beside_the_adapter_must_agree_too(world):
+    factors = factors_of(1)
+    more = np.ones((8, 4), dtype=np.float32).tobytes()
+    number = publish(world, factors, merged=expected(world, factors) | {UNCHANGED[0]: more})
+    world.look()
+    assert world.state.active_version == 0
+    assert f"{UNCHANGED[0]} is" in world.state.refused[number].reason
+    assert "when folded here" in world.state.refused[number].reason
+
+
+def test_headers_are_not_read_again_for_each_tensor(world, monkeypatch):
+    """With many layers that would grow as their square."""
+    read: list[Path] = []
+
+    def counted(path: Path) -> dict[str, TensorSlot]:
+        read.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr("weightferry.rollout_server.worker_extension.read_header", counted)
+    number = publish(world, factors_of(1))
+    world.watcher._applier._source.stage(Exchange.open(world.exchange_path).version(number))
+    assert [path.name for path in read] == ["adapter_model.safetensors"]  # by the check of the adapter
+
+
 def test_a_base_that_was_changed_under_the_server_is_named(world):
     file = world.base_dir / "model.safetensors"
     slot = world.checkpoint.slots[CHANGED[0]]
@@ -152,12 +184,30 @@ def test_a_merge_that_is_not_finite_is_refused_before_any_pause(world):
     assert staged_names(world) == []
 
 
-def test_a_tied_head_is_refused(world):
-    checkpoint = replace(world.checkpoint, config={"tie_word_embeddings": True})
+TIED: list[dict[str, Any]] = [
+    {"tie_word_embeddings": True},
+    {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+]
+
+
+@pytest.mark.parametrize("config", TIED)
+@pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
+def test_either_of_two_tied_matrices_is_refused(world, config, name):
     source = world.watcher._applier._source
-    source._base = checkpoint
-    with pytest.raises(Exception, match=r"lm_head, which the base ties"):
-        source._refuse_tied((AdapterModule(name="lm_head", rank=2, scaling=1.0),))
+    source._base = replace(world.checkpoint, config=config)
+    with pytest.raises(IncompatibleError, match=f"{name}, which the base ties"):
+        source._refuse_tied((AdapterModule(name=name, rank=2, scaling=1.0),))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_are_folded_unless_they_are_tied(world, is_tied):
+    source = world.watcher._applier._source
+    source._base = replace(world.checkpoint, config={"tie_word_embeddings": is_tied})
+    modules = ["model.embed_tokens"]
+    number = publish(world, factors_of(1, modules), modules=modules)
+    world.look()
+    assert world.state.active_version == (0 if is_tied else number)
+    assert not is_tied or "which the base ties" in world.state.refused[number].reason
 
 
 @pytest.mark.parametrize("key", ["use_dora", "modules_to_save", "target_parameters", "fan_in_fan_out"])
