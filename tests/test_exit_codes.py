@@ -101,7 +101,7 @@ def answering(status: dict[str, Any]) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             """Nothing is printed."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
