@@ -48,6 +48,10 @@ class Engine(Protocol):
         """Replace these tensors on every worker; returns their number. ApplyError names the failing rank."""
         ...
 
+    async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of every weight that a worker holds, in the layout of its kernels; by rank and name."""
+        ...
+
     async def reset_prefix_cache(self) -> None: ...
 
     async def label(self, name: str) -> None:
@@ -182,6 +186,10 @@ class VllmEngine:
         if len(counts) != 1:
             raise ApplyError(f"the workers loaded different numbers of tensors: {sorted(counts)}")
         return counts.pop()
+
+    async def weight_checksums(self) -> dict[str, str]:
+        by_rank = await self._in_time("checksums of its weights", self._client.compute_weight_checksums())
+        return {name: digest for digests in by_rank for name, digest in digests.items()}
 
     async def reset_prefix_cache(self) -> None:
         if not await self._in_time("reset of the prefix cache", self._client.reset_prefix_cache()):

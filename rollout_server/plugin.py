@@ -23,11 +23,13 @@ from .control import Control
 from .engine import VllmEngine, require_fitting_start, require_tested_version
 from .merged_source import FoldSource, ShardSource
 from .metrics import Metrics
+from .self_check import require_faithful_reload
 from .settings import ServerSettings
 from .stager import Stager
 from .state import ServerState
 from .version_header import STATUS_PATH, VersionHeader
 from .watcher import Watcher
+from .weights import WeightSet
 
 MIDDLEWARE = f"{VersionHeader.__module__}.{VersionHeader.__name__}"
 
@@ -81,6 +83,8 @@ class RolloutPlugin:
         watcher = Watcher(self._settings, self._state, applier, background, identity, metrics)
         self._control.steer(watcher)
         if self._settings.apply != "adapter":  # whose tokens vLLM labels by the weights beside the adapter
+            base_set = WeightSet.of_base(base, digests)
+            await require_faithful_reload(engine, base_set, base.specs, base.path)
             await engine.label(str(self._state.active_version))
         await watcher.look()
         self._task = asyncio.create_task(watcher.run())

@@ -25,7 +25,7 @@ from reissue import Reissuer, make_contents, reissuing
 from tiny_model import make_tiny_model
 from vllm_server import APPLY_DEADLINE_S, MODEL, LiveServer, live_server
 
-from weightferry.examples.demo_client import KEEP_IDLE_S, VERSION_AT_ARRIVAL_HEADER, VERSION_HEADER
+from weightferry.examples.demo_client import VERSION_AT_ARRIVAL_HEADER, VERSION_HEADER
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -134,7 +134,8 @@ class Load:
 
     def _ask(self, client: int) -> None:
         kind, url = self._kinds[client % len(self._kinds)], self._server.http.base_url
-        limits = httpx.Limits(keepalive_expiry=KEEP_IDLE_S)
+        # a connection for each request: one that was kept may be closed by the server just when it is used
+        limits = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(base_url=url, timeout=APPLY_DEADLINE_S, trust_env=False, limits=limits) as http:
             for turn in itertools.count(client):
                 if self._stop.is_set():
