@@ -48,10 +48,6 @@ class Engine(Protocol):
         """Replace these tensors on every worker; returns their number. ApplyError names the failing rank."""
         ...
 
-    async def weight_checksums(self) -> dict[str, str]:
-        """SHA-256 of every weight that a worker holds, in the layout of its kernels; by rank and name."""
-        ...
-
     async def reset_prefix_cache(self) -> None: ...
 
     async def label(self, name: str) -> None:
@@ -188,6 +184,7 @@ class VllmEngine:
         return counts.pop()
 
     async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of every weight that any worker holds, as its kernels have it; by rank and name."""
         by_rank = await self._in_time("checksums of its weights", self._client.compute_weight_checksums())
         return {name: digest for digests in by_rank for name, digest in digests.items()}
 

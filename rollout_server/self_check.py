@@ -11,18 +11,27 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Protocol
 
 from ..shared.errors import ApplyError, UnsupportedError
 from ..shared.tensor_files import TensorSpec
-from .engine import Engine
+from .engine import Part
 from .weights import WeightSet, plan_reload
 
 logger = logging.getLogger("weightferry.rollout_server")
 NUM_NAMED = 3
 
 
+class ReloadableEngine(Protocol):
+    """What is checked; engine.VllmEngine is one."""
+
+    async def weight_checksums(self) -> dict[str, str]: ...
+
+    async def reload(self, parts: tuple[Part, ...]) -> int: ...
+
+
 async def require_faithful_reload(
-    engine: Engine, base: WeightSet, specs: dict[str, TensorSpec], where: Path
+    engine: ReloadableEngine, base: WeightSet, specs: dict[str, TensorSpec], where: Path
 ) -> None:
     """Load all of the base once more; UnsupportedError names the weights that this changes.
 

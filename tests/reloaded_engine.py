@@ -95,7 +95,7 @@ def ask_after_each_reload(paths: list[Path]) -> tuple[str | None, list[Answers]]
     checkpoints = [Checkpoint.open(path) for path in paths]
     sets = [WeightSet.of_base(found, identify_base(found)[1]) for found in checkpoints]
     llm = start(paths[0])
-    engine: Any = InProcess(llm)
+    engine = InProcess(llm)
     answers, refusal = [ask(llm)], None
     try:
         asyncio.run(require_faithful_reload(engine, sets[0], checkpoints[0].specs, paths[0]))

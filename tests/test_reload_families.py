@@ -41,7 +41,7 @@ EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_e
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**TEXT),
-    "mistral": lambda: transformers.MistralConfig(**TEXT, head_dim=32),
+    "mistral": lambda: transformers.MistralConfig(**TEXT),
     "qwen2, tied": lambda: transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**TEXT, head_dim=32),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TEXT, **EXPERTS, head_dim=32),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_exchange import make_base
@@ -24,7 +24,8 @@ class Engine:
     def __init__(self, path: Path) -> None:
         found = Checkpoint.open(path)
         self.weights = {name: found.read_bytes(name) for name in found.slots}
-        self.num_lost, self.lay_out, self.asked = 0, lambda _name, data: data, set[str]()
+        self.num_lost, self.asked = 0, set[str]()
+        self.lay_out: Callable[[str, bytes], bytes] = lambda name, data: data
 
     async def weight_checksums(self) -> dict[str, str]:
         return {f"tp0:{name}": sha256_hex(data) for name, data in self.weights.items()}
@@ -38,7 +39,7 @@ class Engine:
         return len(self.asked) - self.num_lost
 
 
-def check(engine: Any, path: Path) -> None:
+def check(engine: Engine, path: Path) -> None:
     found = Checkpoint.open(path)
     base = WeightSet.of_base(found, identify_base(found)[1])
     asyncio.run(require_faithful_reload(engine, base, found.specs, path))
