@@ -37,23 +37,24 @@ TEXT: dict[str, Any] = {
     "initializer_range": 0.1,
     "max_position_embeddings": 128,
 }
+HEADS: dict[str, Any] = {"head_dim": 32}  # the smallest that attention on CPU takes
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**TEXT),
     "mistral": lambda: transformers.MistralConfig(**TEXT),
     "qwen2, tied": lambda: transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**TEXT, head_dim=32),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TEXT, **EXPERTS, head_dim=32),
+    "qwen3": lambda: transformers.Qwen3Config(**TEXT, **HEADS),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TEXT, **EXPERTS, **HEADS),
     "mixtral": lambda: transformers.MixtralConfig(**TEXT, **LOCAL_EXPERTS),
     "olmoe": lambda: transformers.OlmoeConfig(**TEXT, num_experts=4, num_experts_per_tok=2),
-    "gpt_oss": lambda: transformers.GptOssConfig(**TEXT, **LOCAL_EXPERTS, head_dim=32),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**TEXT, head_dim=32, query_pre_attn_scalar=32),
+    "gpt_oss": lambda: transformers.GptOssConfig(**TEXT, **LOCAL_EXPERTS, **HEADS),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**TEXT, **HEADS, query_pre_attn_scalar=32),
     "phi3": lambda: transformers.Phi3Config(**TEXT),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
         **TEXT,
         **EXPERTS,
-        head_dim=32,
+        **HEADS,
         shared_expert_intermediate_size=32,
         layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=2,
