@@ -94,6 +94,12 @@ def nan_at_the_end(factor: torch.Tensor) -> torch.Tensor:
     return factor
 
 
+def with_huge_factors(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Finite, but their product is not when it is rounded."""
+    huge = {name: torch.finfo(factors[name].dtype).max for name in (UP_A, UP_A.replace("_A.", "_B."))}
+    return factors | {name: torch.full_like(factors[name], value) for name, value in huge.items()}
+
+
 def with_surplus_factors(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return factors | {UP_A.replace("layers.1", "layers.7"): factors[UP_A].clone()}
 
@@ -147,6 +153,15 @@ ADAPTER = {
     "NaN": Broken(words=f"{UP_A} is not finite", write=with_factor(nan_at_the_end)),
     "more than vLLM takes": Broken(words="max_lora_rank", write=lambda content: of_rank(content, 16)),
 }
+FOLD = {case: broken for case, broken in ADAPTER.items() if case != "more than vLLM takes"} | {
+    "merged otherwise by the trainer": Broken(
+        words="when folded here", write=with_factor(lambda factor: 2 * factor)
+    ),
+    "infinite when merged": Broken(
+        words=f"{UP} is not finite", write=lambda content: with_factors(content, with_huge_factors)
+    ),
+}
+CASES = {"merged": MERGED, "adapter": ADAPTER, "fold": FOLD}
 
 
 class SlowFile:

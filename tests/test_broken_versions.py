@@ -13,26 +13,21 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from broken_versions import ADAPTER, CONFIG, MERGED, Broken, SlowFile
+from broken_versions import CASES, CONFIG, Broken, SlowFile
+from broken_world import PROMPTS, Material, Row, World, serving
 from fresh_engine import ask_fresh_engines
-from reissue import Content, Reissuer, make_contents, reissuing
+from reissue import make_contents
 from tiny_model import make_tiny_model
-from vllm_server import APPLY_DEADLINE_S, MODEL, Answers, LiveServer, live_server
-from worker_faults import Faults
+from vllm_server import APPLY_DEADLINE_S, MODEL, LiveServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPTS = ["12 + 34 = ", "the policy says: ", "alpha " * 30]
-TOKEN = "a-token-of-this-test"
 NUM_APPLIED = 20  # tensors of an apply: all linear layers, with the biases that vLLM fuses them with
-OLD = "old version, exactly"
-Row = tuple[str, ...]
 
 
 @pytest.fixture(scope="module")
@@ -49,81 +44,6 @@ def table(request) -> Iterator[list[Row]]:
             )
 
 
-@dataclass(slots=True, kw_only=True)
-class World:
-    """A server that answers with the old version, and a writer that publishes what comes next."""
-
-    mode: str
-    server: LiveServer
-    reissuer: Reissuer
-    faults: Faults
-    references: list[Answers]
-    rows: list[Row]
-    old: int = 0
-    old_content: int = 0
-
-    @property
-    def cache(self) -> Path:
-        """Where the server stages."""
-        return self.reissuer.writer.exchange.path.parent / "server-cache"
-
-    def publish(self, broken: Broken, content: int) -> tuple[int, Path]:
-        """Publish it while the server looks away, so that the harm is done when it looks; its directory."""
-        self.control("pause-updates")
-        number = self.publish_now(broken.write(self.reissuer.contents[content]))
-        directory = self.reissuer.writer.exchange.version(number).path
-        broken.harm(directory)
-        return number, directory
-
-    def publish_now(self, content: Content) -> int:
-        saved = list(self.reissuer.contents)
-        self.reissuer.contents[:] = [content]
-        try:
-            return self.reissuer.issue()
-        finally:
-            self.reissuer.contents[:] = saved
-
-    def serve(self, content: int) -> int:
-        """Publish a good version; it is the old one from now on."""
-        number = self.publish_now(self.reissuer.contents[content])
-        self.server.wait_for_version(number)
-        self.old, self.old_content = number, content
-        self.check_old_version_answers()
-        return number
-
-    def control(self, name: str) -> None:
-        headers = {"authorization": f"Bearer {TOKEN}"}
-        self.server.http.post(f"/weightferry/{name}", headers=headers).raise_for_status()
-
-    def check_old_version_answers(self) -> None:
-        assert self.server.ask_greedy(PROMPTS) == (self.references[self.old_content], {self.old})
-
-    def check_refused(self, case: str, number: int, words: str) -> None:
-        """It is refused with these words, and the old version answers; a line of the table."""
-        reason = self.server.wait_for_refusal(number)
-        assert words in reason
-        assert self.server.status()["active_version"] == self.old
-        self.check_old_version_answers()
-        self.say(case, "refused it", reason, OLD)
-
-    def say(self, case: str, did: str, words: str, answers: str) -> None:
-        self.rows.append((case, self.mode, did, shortened(words), answers))
-
-
-def shortened(words: str) -> str:
-    """Without the directories, which are the test's own."""
-    parts = [word.rpartition("/")[2] if word.startswith("/") else word for word in words.split()]
-    return " ".join(parts)[:90]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
-    directory: Path
-    base: Path
-    contents: list[Content]
-    references: dict[str, list[Answers]] = field(default_factory=dict)
-
-
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Material:
     """Two contents, and what a fresh vLLM answers with each, merged and as an adapter."""
@@ -135,31 +55,8 @@ def material(tmp_path_factory) -> Material:
     answers = ask_fresh_engines(PROMPTS, [*merged, *adapters])
     assert answers[0] != answers[1]
     assert answers[2] != answers[3]
-    references = {"merged": answers[:2], "adapter": answers[2:]}
+    references = {"merged": answers[:2], "fold": answers[:2], "adapter": answers[2:]}
     return Material(directory=directory, base=base, contents=contents, references=references)
-
-
-@contextmanager
-def serving(material: Material, rows: list[Row], mode: str, name: str) -> Iterator[World]:
-    """A world whose server answers with the first content; nothing is tried twice: one try decides."""
-    directory = material.directory / name
-    directory.mkdir()
-    exchange, faults = directory / "exchange", Faults(directory)
-    environment = faults.environment | {"WEIGHTFERRY_MAX_TRIES": "1", "WEIGHTFERRY_TOKEN": TOKEN}
-    with (
-        live_server(directory, material.base, exchange, mode, environment=environment) as server,
-        reissuing(exchange, material.base, list(material.contents), keep=100, grace_s=60.0) as reissuer,
-    ):
-        world = World(
-            mode=mode,
-            server=server,
-            reissuer=reissuer,
-            faults=faults,
-            references=material.references[mode],
-            rows=rows,
-        )
-        world.serve(0)
-        yield world
 
 
 @pytest.fixture(scope="module")
@@ -174,17 +71,20 @@ def adapter(material, table) -> Iterator[World]:
         yield world
 
 
+@pytest.fixture(scope="module")
+def fold(material, table) -> Iterator[World]:
+    with serving(material, table, "fold", "fold") as world:
+        yield world
+
+
 @pytest.fixture
 def world(request, mode) -> World:
     return request.getfixturevalue(mode)
 
 
-CASES = [("merged", case) for case in MERGED] + [("adapter", case) for case in ADAPTER]
-
-
-@pytest.mark.parametrize(("mode", "case"), CASES)
+@pytest.mark.parametrize(("mode", "case"), [(mode, case) for mode in CASES for case in CASES[mode]])
 def test_a_broken_version_is_refused_and_the_old_one_answers(world, mode, case):
-    broken = (MERGED if mode == "merged" else ADAPTER)[case]
+    broken = CASES[mode][case]
     number, _ = world.publish(broken, content=1)
     world.control("resume-updates")
     world.check_refused(case, number, broken.words)
@@ -204,7 +104,7 @@ def test_a_version_of_another_base_is_refused_and_the_old_one_answers(world, mod
 
 @pytest.mark.parametrize("mode", ["merged", "adapter"])
 def test_a_good_version_after_a_poisoned_one_is_served(world, mode):
-    nan = (MERGED if mode == "merged" else ADAPTER)["NaN"]
+    nan = CASES[mode]["NaN"]
     poison, _ = world.publish(nan, content=1)
     world.control("resume-updates")
     reason = world.server.wait_for_refusal(poison)
