@@ -143,6 +143,14 @@ def test_an_engine_that_lost_a_tensor_without_a_word_is_noticed(world):
     assert "2 tensors expected, 1 loaded" in world.state.refused[number].reason
 
 
+def test_an_engine_that_loaded_more_than_it_was_given_is_noticed(world):
+    world.engine.num_lost = -1
+    number = world.publish(1)
+    world.look()
+    assert world.state.state == "unhealthy"
+    assert "2 tensors expected, 3 loaded" in world.state.refused[number].reason
+
+
 def test_an_error_in_a_check_is_a_refusal_like_any_other(world, monkeypatch):
     good = world.publish(1)
     world.look()
