@@ -17,6 +17,8 @@ from ..shared.errors import UnsupportedError
 OPENING_VARIABLES = {
     "VLLM_SERVER_DEV_MODE": "vLLM's development routes, which change weights and caches",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "vLLM's routes that load and unload adapters",
+    # made after their request has ended, or read back later: under the number of another version
+    "VLLM_ENABLE_RESPONSES_API_STORE": "vLLM's store of responses, which name no version",
 }
 REPLACED_PATH = "/scale_elastic_ep"
 
