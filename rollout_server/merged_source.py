@@ -7,7 +7,7 @@ the bytes in the files. Called by the applier, off the event loop, before anythi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..shared.checkpoint import Checkpoint
 from ..shared.digest import xxh3_128
@@ -58,10 +58,22 @@ class ShardSource:
             )
         staged = self._stager.stage(version, own_weight_files(manifest))
         wanted = weight_set(manifest, staged, self._base, self.base_set)
+        self._refuse_parted(wanted)
         for file in staged.values():
             names = [name for name, where in wanted.files.items() if where == file]
             _check_tensors(file, {name: wanted.digests[name] for name in names})
         return wanted
+
+    def _refuse_parted(self, wanted: WeightSet) -> None:
+        """An engine with tied embeddings has one matrix for both: the last one loaded would be it."""
+        if not _is_tied(self._base.config):
+            return
+        both = {wanted.digests[name] for name in wanted.digests if _may_be_tied(name.removesuffix(".weight"))}
+        if len(both) > 1:
+            raise IncompatibleError(
+                "its lm_head and its embeddings differ, which the base ties to one matrix: leave them "
+                'unadapted, or serve a base with "tie_word_embeddings": false'
+            )
 
 
 class FoldSource:
@@ -138,14 +150,20 @@ class FoldSource:
 
     def _refuse_tied(self, modules: tuple[AdapterModule, ...]) -> None:
         """An engine with tied embeddings has one matrix for both, whatever is folded into one of them."""
-        config = self._base.config
-        is_tied = any(part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
         for module in modules:
-            if is_tied and module.name.rpartition(".")[2] in ("lm_head", "embed_tokens"):
+            if _is_tied(self._base.config) and _may_be_tied(module.name):
                 raise IncompatibleError(
                     f"the adapter targets {module.name}, which the base ties to another matrix: leave it "
                     "unadapted"
                 )
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    return any(part.get("tie_word_embeddings") for part in (config, config.get("text_config") or {}))
+
+
+def _may_be_tied(module_name: str) -> bool:
+    return module_name.rpartition(".")[2] in ("lm_head", "embed_tokens")
 
 
 def _weight_name(module: AdapterModule) -> str:

@@ -15,6 +15,7 @@ from rollout_world import World
 from safetensors.torch import save
 from tiny_exchange import CHANGED, UNCHANGED
 
+from weightferry.rollout_server.weights import WeightSet
 from weightferry.shared.errors import IncompatibleError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.manifest import AdapterEntry, AdapterModule
@@ -234,3 +235,17 @@ def test_folding_agrees_with_numpy_bits_for_any_rank(world):
         a, b = (factors[f"base_model.model.{module}.lora_{k}.weight"].numpy().astype(float) for k in "AB")
         exact = (w.astype(float) + 2.0 * (b @ a)).astype(np.float32)
         assert world.engine.tensors[name] == exact.tobytes()
+
+
+@pytest.mark.parametrize(("is_tied", "is_equal"), [(True, False), (True, True), (False, False)])
+def test_a_merged_version_whose_tied_matrices_parted_is_refused(tmp_path, is_tied, is_equal):
+    """The engine would hold the one that is loaded last, for both."""
+    world = World(tmp_path)
+    source = world.watcher._applier._source
+    source._base = replace(world.checkpoint, config={"tie_word_embeddings": is_tied})
+    digests = {"model.embed_tokens.weight": "a", "lm_head.weight": "a" if is_equal else "b", "x.weight": "c"}
+    if is_tied and not is_equal:
+        with pytest.raises(IncompatibleError, match="which the base ties to one matrix"):
+            source._refuse_parted(WeightSet(digests=digests, files={}))
+    else:
+        source._refuse_parted(WeightSet(digests=digests, files={}))
