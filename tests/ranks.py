@@ -29,6 +29,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ PRELOADED = [
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "peft",
     "weightferry.exporter.publisher",
+    "weightferry.trainer.settings_words",
+    "weightferry.trainer.loop",
+    *("exporter_ranks", "hypothesis", "matrix", "merged_ranks"),  # what else the tests' own files import
 ]
 
 
@@ -60,6 +64,13 @@ def on_ranks(world_size: int, *, deadline_s: float = DEADLINE_S) -> Callable[[Ca
     return decorate
 
 
+def forkserver() -> ForkServerContext:
+    """Where processes come from that have imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def run_on_ranks(
     work: Callable[..., Any],
     *arguments: Any,
@@ -72,8 +83,7 @@ def run_on_ranks(
 
     `work` is a function at the top of a file. AssertionError with every failing rank's traceback.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forkserver()
     place = (inspect.getfile(inspect.unwrap(work)), work.__qualname__)
     with tempfile.TemporaryDirectory() as meeting:
         processes: dict[Connection, BaseProcess] = {}

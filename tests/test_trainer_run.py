@@ -49,7 +49,7 @@ def job(tmp_path: Path, base: Path) -> TrainerJob:
 def finished(tmp_path_factory: pytest.TempPathFactory, base: Path) -> TrainerJob:
     """A job of two ranks that ran to its end."""
     job = TrainerJob(directory=tmp_path_factory.mktemp("finished"), base=base).write()
-    done = job.run("publish.at_start=true", num_ranks=2)
+    done = job.launch("publish.at_start=true", num_ranks=2)
     assert done.returncode == 0, done.stderr
     return job
 
@@ -253,7 +253,7 @@ def test_when_a_rank_is_killed_the_whole_job_ends(job: TrainerJob):
 
 
 def test_after_a_kill_in_the_middle_of_a_publication_the_next_run_publishes(job: TrainerJob):
-    done = job.run(num_ranks=2, kill_at="after-shard:1")
+    done = job.launch(num_ranks=2, kill_at="after-shard:1")
     assert done.returncode == 1
     assert Exchange.open(job.exchange).latest() is None
     assert job.run(num_ranks=2).returncode == 0
