@@ -59,7 +59,7 @@ def weight_set(
         elif entry.xxh3_128 != base_set.digests[entry.name]:
             raise IncompatibleError(f"{entry.name} is said to be the base's, but has another digest")
     for file in sorted(set(staged.values())):
-        _require_header(file, {n: spec for n, spec in found.items() if files[n] == file})
+        require_header(file, {n: spec for n, spec in found.items() if files[n] == file})
     return WeightSet(digests={entry.name: entry.xxh3_128 for entry in manifest.tensors}, files=files)
 
 
@@ -89,7 +89,8 @@ def _require_same_specs(base: dict[str, TensorSpec], found: dict[str, TensorSpec
             )
 
 
-def _require_header(file: Path, specs: dict[str, TensorSpec]) -> None:
+def require_header(file: Path, specs: dict[str, TensorSpec]) -> None:
+    """IntegrityError unless the file holds these tensors, so shaped and typed, and no other."""
     held = {name: slot.spec for name, slot in read_header(file).items()}
     for name in sorted(held.keys() | specs.keys()):
         if held.get(name) != specs.get(name):

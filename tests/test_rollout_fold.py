@@ -15,6 +15,8 @@ from rollout_world import World
 from safetensors.torch import save
 from tiny_exchange import CHANGED, UNCHANGED
 
+from weightferry.rollout_server.applier import MergedApplier
+from weightferry.rollout_server.merged_source import ShardSource
 from weightferry.rollout_server.weights import WeightSet
 from weightferry.shared.errors import IncompatibleError
 from weightferry.shared.exchange import Exchange
@@ -241,7 +243,10 @@ def test_folding_agrees_with_numpy_bits_for_any_rank(world):
 def test_a_merged_version_whose_tied_matrices_parted_is_refused(tmp_path, is_tied, is_equal):
     """The engine would hold the one that is loaded last, for both."""
     world = World(tmp_path)
-    source = world.watcher._applier._source
+    applier = world.watcher._applier
+    assert isinstance(applier, MergedApplier)
+    source = applier._source
+    assert isinstance(source, ShardSource)
     source._base = replace(world.checkpoint, config={"tie_word_embeddings": is_tied})
     digests = {"model.embed_tokens.weight": "a", "lm_head.weight": "a" if is_equal else "b", "x.weight": "c"}
     if is_tied and not is_equal:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from weightferry.rollout_server.weights import _require_header
+from weightferry.rollout_server.weights import require_header
 from weightferry.shared.errors import IntegrityError
 from weightferry.shared.tensor_files import TensorSpec
 
@@ -29,11 +29,11 @@ def saved(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def test_what_the_manifest_says_is_accepted(tmp_path):
-    _require_header(saved(tmp_path, WHOLE), SPECS)
+    require_header(saved(tmp_path, WHOLE), SPECS)
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_is_otherwise_is_named(tmp_path, kind):
     tensors, name = WRONG[kind]
     with pytest.raises(IntegrityError, match=re.escape(f"{name} is not what the manifest says")):
-        _require_header(saved(tmp_path, tensors), SPECS)
+        require_header(saved(tmp_path, tensors), SPECS)
