@@ -186,17 +186,41 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
+def reference(directory: Path, name: str) -> dict[str, torch.Tensor]:
+    """What `write_reference` wrote, by the base's names."""
+    base = weights(directory / VARIANTS[name].base)
+    exact = weights(directory / f"reference-{name}")
+    return {n if n in base else n.removeprefix("transformer."): tensor for n, tensor in exact.items()}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_is_the_exact_merge_rounded_once(directory, published, name, world_size):
     base, found = weights(directory / VARIANTS[name].base), weights(published[world_size][name])
-    expected = weights(directory / f"reference-{name}")
-    expected = {n if n in base else n.removeprefix("transformer."): t for n, t in expected.items()}
+    expected = reference(directory, name)
     assert found.keys() == base.keys() == expected.keys() | {n for n in base if ".visual." in n}
     for tensor in expected:
         assert found[tensor].dtype == base[tensor].dtype
         assert torch.equal(found[tensor], expected[tensor].to(base[tensor].dtype)), tensor
     assert any(not torch.equal(found[tensor], base[tensor]) for tensor in base)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_figures_of_every_variant_compare_with_the_base_and_not_with_what_training_left_of_it(
+    directory, published, name, world_size
+):
+    base, found = weights(directory / VARIANTS[name].base), weights(published[world_size][name])
+    exact = {tensor: value.double() for tensor, value in reference(directory, name).items()}
+    manifest = json.loads((published[world_size][name] / "manifest.json").read_bytes())
+    figures = manifest["fidelity"]["modules"]
+    assert {t for t in exact if not torch.equal(found[t], base[t])} <= figures.keys()
+    for tensor, of in figures.items():
+        delta, error = exact[tensor] - base[tensor].double(), found[tensor].double() - exact[tensor]
+        assert of["delta_norm"] == pytest.approx(float(delta.norm())), tensor
+        assert of["share_equal_to_base"] == float((found[tensor] == base[tensor]).double().mean()), tensor
+        if delta.any():
+            assert of["relative_error"] == pytest.approx(float(error.norm() / delta.norm())), tensor
 
 
 @pytest.mark.parametrize("name", VARIANTS)
