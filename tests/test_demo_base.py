@@ -16,7 +16,9 @@ from weightferry.shared.checkpoint import Checkpoint
 
 @pytest.fixture
 def quick_recipe(monkeypatch):
+    """One step of training, which is enough of a base for what is tested here."""
     monkeypatch.setitem(RECIPE, "enough_accuracy", 0.0)
+    monkeypatch.setattr(demo_base, "CHECK_EVERY_STEPS", 1)
 
 
 def test_the_base_is_a_checkpoint_that_transformers_loads(tmp_path, quick_recipe):
