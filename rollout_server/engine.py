@@ -21,6 +21,9 @@ TESTED_VERSIONS = ("0.32.", "0.33.")
 WORKER_EXTENSION = "weightferry.rollout_server.worker_extension.WeightferryWorker"
 # Calls all data-parallel engines, returns every answer (vllm 0.32, v1/engine/core_client.py, AsyncMPClient).
 ASK_ALL_ENGINES = "call_utility_all_async"
+# Keep keys and values in this server's memory, and are cleared by a pause (vllm 0.32).
+CLEARED_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+CLEARED_SPEC = "CPUOffloadingSpec"
 
 T = TypeVar("T")
 
@@ -123,6 +126,29 @@ def require_fitting_start(client: Any, apply: str) -> None:
         raise UnsupportedError(
             f"the base is quantised ({config.model_config.quantization}): merged weights cannot replace its "
             "own; serve with --apply adapter"
+        )
+    _require_caches_that_clear(config.kv_transfer_config)
+    if config.ec_transfer_config is not None:
+        raise UnsupportedError(
+            "what older weights made of images is kept outside vLLM: start it without --ec-transfer-config"
+        )
+
+
+def _require_caches_that_clear(transfer: Any) -> None:
+    """Keys and values of older weights must be kept nowhere.
+
+    A pause asks vLLM's KV connector to clear them, and one that cannot is taken for one that did; storage
+    behind a cache is left as it is (vllm 0.32, v1/core/sched/scheduler.py `reset_connector_cache`, v1/
+    kv_offload/tiering/manager.py `reset_cache`). By an adapter's name alone they may be another run's.
+    """
+    if transfer is None or transfer.kv_connector is None:
+        return
+    name = transfer.kv_connector
+    spec = transfer.kv_connector_extra_config.get("spec_name", CLEARED_SPEC)
+    if name not in CLEARED_CONNECTORS or transfer.kv_connector_module_path or spec != CLEARED_SPEC:
+        raise UnsupportedError(
+            f"the KV connector {name} (spec {spec}) may keep keys and values of older weights: start vLLM "
+            "without --kv-transfer-config; --kv-offloading-size with its native backend is cleared"
         )
 
 

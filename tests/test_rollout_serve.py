@@ -166,9 +166,17 @@ def engine_client(**wrong: object) -> SimpleNamespace:
         "enforce_eager": True,
         "quantization": None,
         "lora_config": None,
+        "kv_transfer_config": None,
+        "ec_transfer_config": None,
     }
     values = SimpleNamespace(**right | wrong)
-    config = SimpleNamespace(parallel_config=values, model_config=values, lora_config=values.lora_config)
+    config = SimpleNamespace(
+        parallel_config=values,
+        model_config=values,
+        lora_config=values.lora_config,
+        kv_transfer_config=values.kv_transfer_config,
+        ec_transfer_config=values.ec_transfer_config,
+    )
     return SimpleNamespace(vllm_config=config, engine_core=wrong.get("engine_core", ASKS_ALL))
 
 
@@ -185,6 +193,7 @@ def engine_client(**wrong: object) -> SimpleNamespace:
         ({"worker_extension_cls": ""}, "merged", "--worker-extension-cls weightferry"),
         ({"enforce_eager": False}, "merged", "--enforce-eager"),
         ({"quantization": "awq"}, "merged", "--apply adapter"),
+        ({"ec_transfer_config": "some"}, "merged", "without --ec-transfer-config"),
         ({}, "adapter", "--enable-lora"),
     ],
 )
@@ -201,3 +210,45 @@ def test_an_untested_vllm_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("weightferry.rollout_server.engine.version", lambda _distribution: "0.31.0")
     with pytest.raises(UnsupportedError, match=r"vLLM 0\.31\.0 is installed; .* 0\.32\.x, 0\.33\.x"):
         require_tested_version()
+
+
+@pytest.mark.parametrize("apply", ["merged", "adapter"])
+@pytest.mark.parametrize(
+    ("flags", "is_refused"),
+    [
+        ({}, False),
+        ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, False),
+        ({"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}, False),
+        ({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}, True),
+        # clears those of its connectors that can
+        ({"kv_connector": "MultiConnector", "kv_role": "kv_both"}, True),
+        # clears what is in memory, and leaves what is on disk
+        (
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec"},
+            },
+            True,
+        ),
+        (
+            {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_module_path": "users.own",
+            },
+            True,
+        ),
+    ],
+)
+def test_a_cache_that_keeps_what_old_weights_made_is_refused(flags, is_refused, apply):
+    from vllm.config import KVTransferConfig
+
+    client = engine_client(kv_transfer_config=KVTransferConfig(**flags), lora_config="some")
+    if not is_refused:
+        require_fitting_start(client, apply)
+        return
+    with pytest.raises(
+        UnsupportedError, match=f"{flags['kv_connector']} .* keys and values of older weights"
+    ):
+        require_fitting_start(client, apply)
