@@ -15,9 +15,6 @@ from rollout_world import World
 from safetensors.torch import save
 from tiny_exchange import CHANGED, UNCHANGED
 
-from weightferry.rollout_server.applier import MergedApplier
-from weightferry.rollout_server.merged_source import ShardSource
-from weightferry.rollout_server.weights import WeightSet
 from weightferry.shared.errors import IncompatibleError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.manifest import AdapterEntry, AdapterModule
@@ -240,17 +237,18 @@ def test_folding_agrees_with_numpy_bits_for_any_rank(world):
 
 
 @pytest.mark.parametrize(("is_tied", "is_equal"), [(True, False), (True, True), (False, False)])
-def test_a_merged_version_whose_tied_matrices_parted_is_refused(tmp_path, is_tied, is_equal):
+def test_a_merged_version_whose_tied_matrices_parted_is_refused(tmp_path, monkeypatch, is_tied, is_equal):
     """The engine would hold the one that is loaded last, for both."""
-    world = World(tmp_path)
-    applier = world.watcher._applier
-    assert isinstance(applier, MergedApplier)
-    source = applier._source
-    assert isinstance(source, ShardSource)
+    monkeypatch.setattr("tiny_exchange.UNCHANGED", (*UNCHANGED, "lm_head.weight"))
+    world: Any = World(tmp_path)
+    source = world.watcher._applier._source
     source._base = replace(world.checkpoint, config={"tie_word_embeddings": is_tied})
-    digests = {"model.embed_tokens.weight": "a", "lm_head.weight": "a" if is_equal else "b", "x.weight": "c"}
+    embeddings = np.ones((8, 4), dtype=np.float32)
+    values = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings * (1 if is_equal else 2)}
+    number = world.publish(1, values=values, unchanged=["model.norm.weight"])
+    world.look()
     if is_tied and not is_equal:
-        with pytest.raises(IncompatibleError, match="which the base ties to one matrix"):
-            source._refuse_parted(WeightSet(digests=digests, files={}))
+        assert "which the base ties to one matrix" in world.state.refused[number].reason
+        assert "pause" not in world.engine.events
     else:
-        source._refuse_parted(WeightSet(digests=digests, files={}))
+        assert world.state.active_version == number
