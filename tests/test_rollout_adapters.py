@@ -135,6 +135,8 @@ def test_an_old_adapter_that_cannot_be_removed_does_not_refuse_the_new_one(world
 class Client:
     """As much of vLLM's EngineClient as loading an adapter needs: what each rank could not bind."""
 
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+
     def __init__(self, *unbound: list[str]) -> None:
         self.answers = [{"ok": True, "rank": rank, "unbound": names} for rank, names in enumerate(unbound)]
         self.called: list[str] = []
