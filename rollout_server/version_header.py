@@ -9,12 +9,15 @@ there the look-up is recorded, and it alone counts. The same record says which a
 
 A request that asks for a version (wanted_version.py) is judged before it reaches vLLM, and again with all
 that is sent: an apply may come in between. It gets 409; a response that has begun is cut off.
+
+Websockets are refused: vLLM's (`/v1/realtime`) go on for many answers, which no header could name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,10 +25,12 @@ from ..shared.errors import UsageError
 from .state import ServerState
 from .wanted_version import WantedVersion
 
+logger = logging.getLogger("weightferry.rollout_server")
 VERSION_HEADER = b"x-weightferry-version"
 VERSION_AT_ARRIVAL_HEADER = b"x-weightferry-version-start"
 CONTROL_PREFIX = "/weightferry"
 STATUS_PATH = f"{CONTROL_PREFIX}/status"
+POLICY_VIOLATION = 1008  # RFC 6455, 7.4.1
 ALWAYS_ANSWERED = (STATUS_PATH, "/metrics")  # they show what is wrong, and nothing that weights made
 
 
@@ -95,6 +100,9 @@ class VersionHeader:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await _refuse_websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -154,6 +162,17 @@ class VersionHeader:
             state.in_flight.discard(work)
             state.working.discard(work)
         return True
+
+
+async def _refuse_websocket(scope: Any, receive: Any, send: Any) -> None:
+    """Close before it is accepted, which the client sees as 403."""
+    await receive()
+    logger.warning(
+        "rollout_server: refused a websocket to %s: its answers would name no version", scope["path"]
+    )
+    await send(
+        {"type": "websocket.close", "code": POLICY_VIOLATION, "reason": "answers would name no version"}
+    )
 
 
 async def _arrive_settled(request: Request, state: ServerState) -> None:

@@ -10,6 +10,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.responses import StreamingResponse
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from weightferry.rollout_server.engine import Routes
 from weightferry.rollout_server.state import ServerState
@@ -93,6 +95,21 @@ def test_every_response_names_its_version(app, path):
     response = get(app, path)
     assert response.headers["x-weightferry-version"] == "41"
     assert "x-weightferry-version-start" not in response.headers
+
+
+def test_a_websocket_is_refused_before_the_app_sees_it(app, caplog):
+    seen = []
+
+    @app.websocket("/v1/realtime")
+    async def realtime(websocket: WebSocket) -> None:
+        seen.append(websocket)
+        await websocket.accept()
+
+    with pytest.raises(WebSocketDisconnect) as refusal, TestClient(app).websocket_connect("/v1/realtime"):
+        pass
+    assert refusal.value.code == 1008
+    assert seen == []
+    assert "refused a websocket to /v1/realtime" in caplog.text
 
 
 @pytest.mark.parametrize("path", ["/reloads", "/streams"])
