@@ -2,7 +2,7 @@
 
 vLLM's development routes replace weights, clear caches and call worker methods for anybody, also where
 --api-key is set (vllm 0.32, entrypoints/serve/middleware/authenticate.py); its LoRA routes load any local
-directory. All of them stand behind two environment variables, and a server with one of these does not start.
+directory. All of them stand behind environment variables, and a server with one of these does not start.
 One more is always there, and is replaced: an endpoint plug-in's route stands in for vLLM's (vllm 0.32,
 plugins/endpoint_plugins/interface.py). tests/test_control_surface.py lists every route of a running server.
 """
@@ -19,6 +19,7 @@ OPENING_VARIABLES = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "vLLM's routes that load and unload adapters",
     # made after their request has ended, or read back later: under the number of another version
     "VLLM_ENABLE_RESPONSES_API_STORE": "vLLM's store of responses, which name no version",
+    "VLLM_SKIP_MODEL_NAME_VALIDATION": "vLLM's base to requests for any unknown model",
 }
 REPLACED_PATH = "/scale_elastic_ep"
 
