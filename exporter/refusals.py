@@ -18,7 +18,7 @@ from .model_walk import Unit
 
 # init_lora_weights that take a part out of the base when the adapter is made (peft/tuners/lora/layer.py).
 # What is left and the adapter together are the weights of the training, so that a merge of them is right ...
-_RESIDUAL_INITS = ("pissa", "olora")
+_RESIDUAL_INITS = ("pissa", "olora")  # and KaSA, which is no init_lora_weights (peft/tuners/lora/variants.py)
 # ... and so it should be of these, which nobody has tried here: they need data or a quantised base.
 _OTHER_BASE_CHANGING_INITS = ("corda", "loftq", "lora_ga")
 _QUANTIZED_CLASSES = ("GPTQ", "Eetq", "Linear4bit", "Linear8bitLt", "HQQ", "AWQ", "Awq", "Aqlm", "INC")
@@ -66,15 +66,23 @@ def refuse_residual_adapter(peft: PeftModel) -> None:
     """Raise UnsupportedError for an adapter that fits only what its making left of the base."""
     for name in sorted(residual_adapters(peft)):
         raise UnsupportedError(
-            f"adapter {name!r} has init_lora_weights={_init(peft, name)!r}, which changes the base when it "
-            "is made: on the exchange's base it would answer wrong. "
-            'Use init_lora_weights=true, or publish the merged weights alone (publish="merged")'
+            f"adapter {name!r} has {_residual_start(peft, name)}, which changes the base when it "
+            "is made: on the exchange's base it would answer wrong. Use init_lora_weights=true without "
+            'kasa_config, or publish the merged weights alone (publish="merged")'
         )
 
 
 def residual_adapters(peft: PeftModel) -> set[str]:
     """Adapters, active or not, that took a part out of the base's weights when they were made."""
-    return {name for name in peft.peft_config if _init(peft, name).startswith(_RESIDUAL_INITS)}
+    return {name for name in peft.peft_config if _residual_start(peft, name)}
+
+
+def _residual_start(peft: PeftModel, adapter: str) -> str:
+    """The setting by which an adapter takes a part out of the base; empty if it does not."""
+    if getattr(peft.peft_config[adapter], "kasa_config", None):
+        return "kasa_config"
+    init = _init(peft, adapter)
+    return f"init_lora_weights={init!r}" if init.startswith(_RESIDUAL_INITS) else ""
 
 
 def _init(peft: PeftModel, adapter: str) -> str:

@@ -100,7 +100,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
     "OLoRA": (
         lambda d: build(Case(base="tiny", lora=Q | {"init_lora_weights": "olora"}), d, dtype=torch.float32),
         ("adapter", "both"),
-        r"init_lora_weights='olora', which changes the base .* Use init_lora_weights=true, or publish",
+        r"init_lora_weights='olora', which changes the base .* Use init_lora_weights=true .* or publish",
+    ),
+    "KaSA": (
+        lambda d: adapted(d, target_modules=["q_proj"], kasa_config=lora.KasaConfig()),
+        ("adapter", "both"),
+        r"adapter 'default' has kasa_config, which changes the base .* without kasa_config, or publish",
     ),
     "computed when saved": (
         lambda d: get_peft_model(load(d), VBLoRAConfig(**Q, **VECTORS, save_only_topk_weights=True)),
