@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from exporter_ranks import Case, base_hash, build
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora import KasaConfig
 from peft.utils.other import AuxiliaryTrainingWrapper
 from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
@@ -54,6 +55,7 @@ VARIANTS: dict[str, Case] = {
     "all biases": Case(base="tiny", lora={"target_modules": ["o_proj"], "bias": "all"}),
     "some layers, no task": Case(base="tiny", lora=QV | {"layers_to_transform": [1], "task_type": None}),
     "two adapters": Case(base="tiny", lora=QV),
+    "KaSA": Case(base="tiny", lora=QV | {"kasa_config": KasaConfig()}),
     "transposed layers": Case(
         base="gpt2", lora={"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
     ),

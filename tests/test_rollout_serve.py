@@ -15,7 +15,7 @@ from network_calls import STRACE, addresses, traced
 from tiny_exchange import make_base
 
 from weightferry.rollout_server.cache_dir import take_cache_dir
-from weightferry.rollout_server.closed_routes import OPENING_VARIABLES, require_closed
+from weightferry.rollout_server.closed_routes import require_closed
 from weightferry.rollout_server.engine import (
     WORKER_EXTENSION,
     require_fitting_start,
@@ -27,6 +27,12 @@ from weightferry.rollout_server.settings import ServerSettings
 from weightferry.shared.errors import ConfigError, UnsupportedError
 from weightferry.shared.exchange import Exchange
 
+OPENING = (
+    "VLLM_SERVER_DEV_MODE",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_ENABLE_RESPONSES_API_STORE",
+    "VLLM_SKIP_MODEL_NAME_VALIDATION",
+)
 SERVE = [sys.executable, "-m", "weightferry.shared.command", "serve"]
 
 
@@ -55,7 +61,7 @@ def test_case_15_what_is_no_local_directory_is_refused_without_asking_any_hub(tm
     assert STRACE is None or addresses(tmp_path / "calls", "connect") == set()
 
 
-@pytest.mark.parametrize("name", OPENING_VARIABLES)
+@pytest.mark.parametrize("name", OPENING)
 def test_case_15_a_server_that_would_open_vllm_s_own_control_is_refused(tmp_path, monkeypatch, name):
     base = make_base(tmp_path / "base")
     for value in ("1", "true", "TRUE ", "2"):
