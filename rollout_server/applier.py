@@ -21,7 +21,7 @@ from ..shared.exchange import Version
 from .adapter_check import adapter_files, require_said_scaling, stage_adapter
 from .background import Background
 from .engine import Engine
-from .merged_source import MergedSource
+from .merged_source import MergedSource, require_base_as_it_was
 from .pause import PausePolicy
 from .stager import Stager
 from .state import ServerState
@@ -85,8 +85,9 @@ class MergedApplier:
             self._background, self._stager, version, lambda: self._stage(version), size_bytes
         )
         plan = plan_reload(self._active, wanted, self._base.specs)
-        staged = time.monotonic()
         try:
+            await self._check_base(plan)
+            staged = time.monotonic()
             with self._state.replacing():
                 await self._swap(plan, version)
         except WeightferryError:
@@ -110,6 +111,14 @@ class MergedApplier:
         except BaseException:
             self._stager.drop(version.number)
             raise
+
+    async def _check_base(self, plan: ReloadPlan) -> None:
+        """What the engine is to read from the base's files must still be the base."""
+        await self._background.run(
+            "check of the base",
+            lambda: require_base_as_it_was(plan.parts, self._source.base_set, self._base),
+            num_bytes=plan.size_bytes,
+        )
 
     async def _swap(self, plan: ReloadPlan, version: Version) -> None:
         """Pause, load, clear, label, resume; on failure the previous weights come back first."""
@@ -142,7 +151,9 @@ class MergedApplier:
     async def _restore(self, cause: Exception) -> None:
         """Load all of the previous weights: after a failure the engine's state is not known."""
         try:
-            await self._load(plan_reload(None, self._active, self._base.specs))
+            plan = plan_reload(None, self._active, self._base.specs)
+            await self._check_base(plan)
+            await self._load(plan)
             await self._engine.label(str(self._active_number))
         except Exception as error:
             self._state.give_up(

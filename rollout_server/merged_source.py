@@ -16,6 +16,7 @@ from ..shared.exchange import Version
 from ..shared.manifest import AdapterModule, Manifest
 from ..shared.tensor_files import plan_file, read_header
 from .adapter_check import FACTOR_NAMES, WEIGHTS_NAME, adapter_files, stage_adapter
+from .engine import Part
 from .stager import Stager
 from .weights import WeightSet, own_weight_files, weight_set
 from .worker_extension import read_tensors
@@ -135,17 +136,8 @@ class FoldSource:
 
     def _base_weight(self, name: str) -> torch.Tensor:
         """The base's tensor, read anew: it must still be what it was when the server started."""
-        from ..shared.tensor_bytes import bytes_of
-
         ((_, weight),) = read_tensors(self.base_set.files[name], [name], self._base.slots)
-        if (found := xxh3_128(bytes_of(weight))) != self.base_set.digests[name]:
-            raise IntegrityError(
-                self.base_set.files[name],
-                f"{name} is not what it was when the server started",
-                expected=self.base_set.digests[name],
-                found=found,
-                action="restore the base, then start the server again",
-            )
+        _require_as_it_was(self.base_set, name, weight)
         return weight
 
     def _refuse_tied(self, modules: tuple[AdapterModule, ...]) -> None:
@@ -156,6 +148,37 @@ class FoldSource:
                     f"the adapter targets {module.name}, which the base ties to another matrix: leave it "
                     "unadapted"
                 )
+
+
+def require_base_as_it_was(parts: tuple[Part, ...], base_set: WeightSet, base: Checkpoint) -> None:
+    """IntegrityError if what will be loaded from the base's files changed since the server started."""
+    base_files = set(base_set.files.values())
+    for part in parts:
+        if (file := Path(part.file)) not in base_files:
+            continue
+        slots = read_header(file)
+        for name in part.tensors:
+            if (found := slots.get(name)) is None or found.spec != base.slots[name].spec:
+                raise _changed_base(base_set, name, base.slots[name].spec, found and found.spec)
+        for name, tensor in read_tensors(file, list(part.tensors), slots):
+            _require_as_it_was(base_set, name, tensor)
+
+
+def _require_as_it_was(base_set: WeightSet, name: str, tensor: torch.Tensor) -> None:
+    from ..shared.tensor_bytes import bytes_of
+
+    if (found := xxh3_128(bytes_of(tensor))) != base_set.digests[name]:
+        raise _changed_base(base_set, name, base_set.digests[name], found)
+
+
+def _changed_base(base_set: WeightSet, name: str, expected: object, found: object) -> IntegrityError:
+    return IntegrityError(
+        base_set.files[name],
+        f"{name} is not what it was when the server started",
+        expected=expected,
+        found=found,
+        action="restore the base, then start the server again",
+    )
 
 
 def _is_tied(config: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rollout_world import World
+from safetensors.numpy import save_file
 from tiny_exchange import CHANGED, UNCHANGED, make_base
 
 from weightferry.rollout_server.stager import Stager
@@ -183,6 +184,51 @@ def test_if_the_previous_version_cannot_be_restored_nothing_answers(world):
     assert "resume" not in world.engine.events
     world.look()
     assert world.state.state == "unhealthy"
+
+
+EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def flip_in_base(world: World) -> None:
+    slot, file = world.checkpoint.slots[EMBEDDINGS], world.base_dir / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[slot.begin] ^= 1
+    file.write_bytes(data)
+
+
+def replace_base(world: World) -> None:
+    """By a checkpoint that has the same bytes under another shape."""
+    tensors = {
+        name: np.frombuffer(world.checkpoint.read_bytes(name), dtype=np.float32)
+        for name in world.checkpoint.slots
+    }
+    save_file(tensors, world.base_dir / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [flip_in_base, replace_base])
+def test_a_base_that_changed_on_disk_is_not_loaded_by_a_later_version(world, change):
+    ones = np.ones((8, 4), dtype=np.float32)
+    first = world.publish(1, values={EMBEDDINGS: ones}, unchanged=["model.norm.weight"])
+    world.look()
+    second = world.publish(2)  # its embeddings are the base's
+    change(world)
+    world.engine.events.clear()
+    world.look()
+    assert world.state.active_version == first
+    assert f"{EMBEDDINGS} is not what it was when the server started" in world.state.refused[second].reason
+    assert world.engine.events == []
+    assert [path.name for path in world.cache_dir.iterdir()] == [f"version-{first:012d}"]
+
+
+@pytest.mark.parametrize("change", [flip_in_base, replace_base])
+def test_a_base_that_changed_on_disk_is_never_taken_for_what_was_served(world, change):
+    world.publish(1)  # none of its tensors are read from the base
+    change(world)
+    world.engine.failures = [ApplyError("cut")]
+    world.look()
+    assert world.state.state == "unhealthy"
+    assert f"{EMBEDDINGS} is not what it was when the server started" in world.state.unhealthy_reason
+    assert "resume" not in world.engine.events
 
 
 def test_an_engine_that_does_not_resume_is_unhealthy(world):
