@@ -209,6 +209,10 @@ class VllmEngine:
             raise ApplyError(f"the workers loaded different numbers of tensors: {sorted(counts)}")
         return counts.pop()
 
+    async def zero(self) -> None:
+        """Set every weight of every worker to zero."""
+        await self._ask_workers("zeroing of its weights", "weightferry_zero")
+
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight that any worker holds, as its kernels have it; by rank and name."""
         by_rank = await self._in_time("checksums of its weights", self._client.compute_weight_checksums())

@@ -1,9 +1,8 @@
 """Before a server of merged weights listens: its engine must load the base again as it loaded it first.
 
-A reload goes through other code than the first load, and where that is wrong vLLM says nothing: for experts
-on a CPU (0.32) it leaves out the step that lays weights out for its kernels. Loading the very same bytes must
-therefore leave every weight as it was. This also finds an engine that was started on another checkpoint than
-the server's base.
+A reload goes through other code than the first load, and where that is wrong vLLM says nothing: 0.32 does not
+lay out experts for its kernels on a CPU, and does not load GPT-OSS's experts at all. So all weights are set to zero, the very same bytes are loaded, and every weight must be what it
+was. This also finds an engine that was started on another checkpoint than the server's base.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ class ReloadableEngine(Protocol):
 
     async def weight_checksums(self) -> dict[str, str]: ...
 
+    async def zero(self) -> None: ...
+
     async def reload(self, parts: tuple[Part, ...]) -> int: ...
 
 
@@ -41,6 +42,7 @@ async def require_faithful_reload(
     plan = plan_reload(None, base, specs)
     before = await engine.weight_checksums()
     try:
+        await engine.zero()
         num_loaded = await engine.reload(plan.parts)
     except ApplyError as error:
         raise UnsupportedError(f"vLLM cannot load the base {where} again: {error}") from None

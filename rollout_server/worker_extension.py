@@ -37,6 +37,16 @@ class WeightferryWorker:
             return _failed(worker, error)
         return {"ok": True, "rank": worker.rank, "num_tensors": counted.num_read}
 
+    def weightferry_zero(self) -> dict[str, Any]:
+        """Set every weight to zero: a reload that leaves one out cannot pass for a whole one afterwards."""
+        worker: Any = self
+        try:
+            for parameter in worker.model_runner.get_model().parameters():
+                parameter.data.zero_()
+        except BaseException as error:
+            return _failed(worker, error)
+        return {"ok": True, "rank": worker.rank}
+
     def weightferry_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
         """Load an adapter, and name what of it is not bound here; the caller has checked its files."""
         from .engine import adapter_request, unbound_modules

@@ -84,6 +84,10 @@ class InProcess:
         (checksums,) = self._llm.collective_rpc("compute_weight_checksums")
         return checksums
 
+    async def zero(self) -> None:
+        (answer,) = self._llm.collective_rpc("weightferry_zero")
+        assert answer["ok"], answer
+
     async def reload(self, parts: tuple[Part, ...]) -> int:
         (answer,) = self._llm.collective_rpc("weightferry_reload", args=([asdict(part) for part in parts],))
         assert answer["ok"], answer

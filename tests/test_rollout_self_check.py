@@ -24,18 +24,22 @@ class Engine:
     def __init__(self, path: Path) -> None:
         found = Checkpoint.open(path)
         self.weights = {name: found.read_bytes(name) for name in found.slots}
-        self.num_lost, self.asked = 0, set[str]()
+        self.num_lost, self.asked, self.left_out = 0, set[str](), set[str]()
         self.lay_out: Callable[[str, bytes], bytes] = lambda name, data: data
 
     async def weight_checksums(self) -> dict[str, str]:
         return {f"tp0:{name}": sha256_hex(data) for name, data in self.weights.items()}
+
+    async def zero(self) -> None:
+        self.weights = {name: bytes(len(data)) for name, data in self.weights.items()}
 
     async def reload(self, parts: tuple[Part, ...]) -> int:
         for part in parts:
             found = Checkpoint.open(Path(part.file).parent)
             for name in part.tensors:
                 self.asked.add(name)
-                self.weights[name] = self.lay_out(name, found.read_bytes(name))
+                if name not in self.left_out:
+                    self.weights[name] = self.lay_out(name, found.read_bytes(name))
         return len(self.asked) - self.num_lost
 
 
@@ -58,6 +62,14 @@ def test_one_that_lays_out_a_single_weight_otherwise_is_refused_by_its_name(tmp_
     last = sorted(engine.weights)[-1]
     engine.lay_out = lambda name, data: data[::-1] if name == last else data
     with pytest.raises(UnsupportedError, match=f"changed: tp0:{last}\\).*--apply adapter"):
+        check(engine, base)
+
+
+def test_one_that_takes_a_tensor_and_leaves_its_weight_alone_is_refused(tmp_path):
+    base = make_base(tmp_path / "base")
+    engine = Engine(base)
+    engine.left_out.add(sorted(engine.weights)[0])
+    with pytest.raises(UnsupportedError, match=f"changed: tp0:{sorted(engine.weights)[0]}\\)"):
         check(engine, base)
 
 
