@@ -1,8 +1,9 @@
 """Before a server of merged weights listens: its engine must load the base again as it loaded it first.
 
 A reload goes through other code than the first load, and where that is wrong vLLM says nothing: 0.32 does not
-lay out experts for its kernels on a CPU, and does not load GPT-OSS's experts at all. So all weights are set to zero, the very same bytes are loaded, and every weight must be what it
-was. This also finds an engine that was started on another checkpoint than the server's base.
+lay out experts for its kernels on a CPU, and does not load GPT-OSS's experts at all. So all weights are set
+to zero, the very same bytes are loaded, and every weight must be what it was. This also finds an engine that
+was started on another checkpoint than the server's base.
 """
 
 from __future__ import annotations
