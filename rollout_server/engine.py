@@ -202,16 +202,19 @@ class VllmEngine:
         await self._in_time("resume", self._client.resume_generation())
 
     async def reload(self, parts: tuple[Part, ...]) -> int:
+        return await self._reload("weightferry_reload", parts)
+
+    async def reload_from_zero(self, parts: tuple[Part, ...]) -> int:
+        """The same, after setting every weight of every worker to zero."""
+        return await self._reload("weightferry_reload_from_zero", parts)
+
+    async def _reload(self, method: str, parts: tuple[Part, ...]) -> int:
         plain = [{"file": part.file, "tensors": list(part.tensors)} for part in parts]
-        answers = await self._ask_workers("reload", "weightferry_reload", plain)
+        answers = await self._ask_workers("reload", method, plain)
         counts = {answer["num_tensors"] for answer in answers}
         if len(counts) != 1:
             raise ApplyError(f"the workers loaded different numbers of tensors: {sorted(counts)}")
         return counts.pop()
-
-    async def zero(self) -> None:
-        """Set every weight of every worker to zero."""
-        await self._ask_workers("zeroing of its weights", "weightferry_zero")
 
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight that any worker holds, as its kernels have it; by rank and name."""

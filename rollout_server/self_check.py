@@ -27,9 +27,7 @@ class ReloadableEngine(Protocol):
 
     async def weight_checksums(self) -> dict[str, str]: ...
 
-    async def zero(self) -> None: ...
-
-    async def reload(self, parts: tuple[Part, ...]) -> int: ...
+    async def reload_from_zero(self, parts: tuple[Part, ...]) -> int: ...
 
 
 async def require_faithful_reload(
@@ -43,8 +41,7 @@ async def require_faithful_reload(
     plan = plan_reload(None, base, specs)
     before = await engine.weight_checksums()
     try:
-        await engine.zero()
-        num_loaded = await engine.reload(plan.parts)
+        num_loaded = await engine.reload_from_zero(plan.parts)
     except ApplyError as error:
         raise UnsupportedError(f"vLLM cannot load the base {where} again: {error}") from None
     after = await engine.weight_checksums()

@@ -8,7 +8,7 @@ process kills it with SIGBUS.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,28 +24,17 @@ class WeightferryWorker:
 
     def weightferry_reload(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """Replace the named tensors; the caller has checked names, shapes, dtypes and closure."""
-        worker: Any = self
-        counted = _Counter(parts)
-        # A partial reload is what we want: vLLM warns of every tensor that was not in it (0.32).
-        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-        try:
-            worker.reload_weights(weights_iterator=iter(counted))
-        except BaseException as error:
-            from .engine import abort_reload
+        return _reload(self, _Counter(parts, lambda: reach("during-apply")))
 
-            abort_reload(worker.model_runner.get_model())
-            return _failed(worker, error)
-        return {"ok": True, "rank": worker.rank, "num_tensors": counted.num_read}
-
-    def weightferry_zero(self) -> dict[str, Any]:
-        """Set every weight to zero: a reload that leaves one out cannot pass for a whole one afterwards."""
+    def weightferry_reload_from_zero(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """The same after every weight was set to zero: one that a load leaves out shows afterwards."""
         worker: Any = self
         try:
             for parameter in worker.model_runner.get_model().parameters():
                 parameter.data.zero_()
         except BaseException as error:
             return _failed(worker, error)
-        return {"ok": True, "rank": worker.rank}
+        return _reload(self, _Counter(parts, lambda: None))
 
     def weightferry_add_adapter(self, name: str, number: int, directory: str) -> dict[str, Any]:
         """Load an adapter, and name what of it is not bound here; the caller has checked its files."""
@@ -70,23 +59,36 @@ class WeightferryWorker:
         return {"ok": True, "rank": worker.rank}
 
 
+def _reload(worker: Any, counted: _Counter) -> dict[str, Any]:
+    # A partial reload is what we want: vLLM warns of every tensor that was not in it (0.32).
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+    try:
+        worker.reload_weights(weights_iterator=iter(counted))
+    except BaseException as error:
+        from .engine import abort_reload
+
+        abort_reload(worker.model_runner.get_model())
+        return _failed(worker, error)
+    return {"ok": True, "rank": worker.rank, "num_tensors": counted.num_read}
+
+
 def _failed(worker: Any, error: object) -> dict[str, Any]:
     words = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
     return {"ok": False, "rank": worker.rank, "error": words[:500]}
 
 
 class _Counter:
-    """The tensors of some parts, counted as they are handed over."""
+    """The tensors of some parts, counted as they are handed over; after each `then` is called."""
 
-    def __init__(self, parts: list[dict[str, Any]]) -> None:
-        self._parts, self.num_read = parts, 0
+    def __init__(self, parts: list[dict[str, Any]], then: Callable[[], None]) -> None:
+        self._parts, self._then, self.num_read = parts, then, 0
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for part in self._parts:
             for name, tensor in read_tensors(Path(part["file"]), part["tensors"]):
                 yield name, tensor
                 self.num_read += 1
-                reach("during-apply")
+                self._then()
 
 
 def read_tensors(

@@ -84,12 +84,14 @@ class InProcess:
         (checksums,) = self._llm.collective_rpc("compute_weight_checksums")
         return checksums
 
-    async def zero(self) -> None:
-        (answer,) = self._llm.collective_rpc("weightferry_zero")
-        assert answer["ok"], answer
-
     async def reload(self, parts: tuple[Part, ...]) -> int:
-        (answer,) = self._llm.collective_rpc("weightferry_reload", args=([asdict(part) for part in parts],))
+        return self._reload("weightferry_reload", parts)
+
+    async def reload_from_zero(self, parts: tuple[Part, ...]) -> int:
+        return self._reload("weightferry_reload_from_zero", parts)
+
+    def _reload(self, method: str, parts: tuple[Part, ...]) -> int:
+        (answer,) = self._llm.collective_rpc(method, args=([asdict(part) for part in parts],))
         assert answer["ok"], answer
         self._llm.reset_prefix_cache()
         return answer["num_tensors"]

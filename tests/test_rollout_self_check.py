@@ -30,10 +30,8 @@ class Engine:
     async def weight_checksums(self) -> dict[str, str]:
         return {f"tp0:{name}": sha256_hex(data) for name, data in self.weights.items()}
 
-    async def zero(self) -> None:
+    async def reload_from_zero(self, parts: tuple[Part, ...]) -> int:
         self.weights = {name: bytes(len(data)) for name, data in self.weights.items()}
-
-    async def reload(self, parts: tuple[Part, ...]) -> int:
         for part in parts:
             found = Checkpoint.open(Path(part.file).parent)
             for name in part.tensors:
@@ -90,8 +88,8 @@ def test_one_that_loses_a_weight_or_skips_a_tensor_or_cannot_load_is_refused(tmp
         check(engine, base)
 
     class Losing(Engine):
-        async def reload(self, parts: tuple[Part, ...]) -> int:
-            num_loaded = await super().reload(parts)
+        async def reload_from_zero(self, parts: tuple[Part, ...]) -> int:
+            num_loaded = await super().reload_from_zero(parts)
             self.weights.popitem()
             return num_loaded
 
@@ -99,7 +97,7 @@ def test_one_that_loses_a_weight_or_skips_a_tensor_or_cannot_load_is_refused(tmp
         check(Losing(base), base)
 
     class Failing(Engine):
-        async def reload(self, parts: tuple[Part, ...]) -> int:
+        async def reload_from_zero(self, parts: tuple[Part, ...]) -> int:
             raise ApplyError("reload failed on rank 1: gone")
 
     with pytest.raises(UnsupportedError, match=r"cannot load the base .* again: reload failed on rank 1"):
