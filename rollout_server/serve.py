@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "their version in the header x-weightferry-version; a request asks for one with "
         "x-weightferry-version: N or x-weightferry-min-version: N, and gets 409 if another is active."
     )
-    parser.add_argument("model", help="the base: a local Hugging Face checkpoint directory")
+    parser.add_argument(
+        "model", metavar="MODEL_DIR", help="the base: a local Hugging Face checkpoint directory"
+    )
     parser.add_argument("--exchange", required=True, help="the exchange to watch; it need not exist yet")
     parser.add_argument("--apply", choices=APPLY_MODES, default="merged", help="how a version is made active")
     parser.add_argument(

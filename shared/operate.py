@@ -39,7 +39,9 @@ def add_unpin_arguments(parser: argparse.ArgumentParser) -> None:
 def add_gc_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
     parser.add_argument(
-        "--keep", type=int, help="keep so many of the newest versions (default: delete none that is retained)"
+        "--keep",
+        type=int,
+        help="keep so many of the newest versions (default: those that the exchange retains)",
     )
     parser.add_argument(
         "--keep-every", type=int, help="of the older ones keep those at multiples of this step"
