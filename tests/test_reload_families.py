@@ -62,8 +62,8 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         layer_types=["linear_attention", "full_attention"],
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
     ),
     "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=97, n_positions=128),
 }
