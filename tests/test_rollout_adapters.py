@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rollout_world import World
 from tiny_exchange import CHANGED
 
 from weightferry.rollout_server.engine import VllmEngine
+from weightferry.rollout_server.worker_extension import WeightferryWorker
 from weightferry.shared.errors import ApplyError, IncompatibleError
 from weightferry.shared.exchange import Exchange
 from weightferry.shared.manifest import AdapterEntry, AdapterModule
@@ -158,6 +160,27 @@ def test_an_adapter_of_which_vllm_binds_a_part_is_refused_and_removed(tmp_path, 
     with pytest.raises(IncompatibleError, match=r"no place for the adapter of b \(1 in all\)"):
         asyncio.run(VllmEngine(client, Models, 60.0).add_adapter("policy@v1", tmp_path))
     assert client.called == ["weightferry_add_adapter", "weightferry_remove_adapter"]
+
+
+class AdapterWorker(WeightferryWorker):
+    """As much of vLLM's worker as loading an adapter needs: layers for some of its modules."""
+
+    rank = 0
+
+    def __init__(self, loaded: list[str], layers: list[str]) -> None:
+        adapter = SimpleNamespace(loras=dict.fromkeys(loaded))
+        manager = SimpleNamespace(get_adapter=lambda _number: adapter, modules=dict.fromkeys(layers))
+        self.model_runner: Any = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
+
+    def add_lora(self, _request: object) -> bool:
+        return True
+
+
+def test_a_worker_names_what_it_has_no_layer_for(monkeypatch):
+    monkeypatch.setattr("weightferry.rollout_server.engine.adapter_request", lambda *_: None)
+    worker = AdapterWorker(["c", "a", "b"], ["b", "d"])
+    answer = worker.weightferry_add_adapter("policy@v1", 7, "/x")
+    assert answer == {"ok": True, "rank": 0, "unbound": ["a", "c"]}
 
 
 def test_each_stage_of_a_pipeline_may_lack_the_modules_of_the_others(tmp_path, monkeypatch):
