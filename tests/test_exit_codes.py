@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 from tiny_exchange import make_base, publish, writing
+from tiny_model import make_tiny_model
+from vllm_server import START_DEADLINE_S, live_server, plan_server
 
+from weightferry.examples.demo_jobs import Job
 from weightferry.shared import errors
 from weightferry.shared.command import main
 from weightferry.shared.exchange import Exchange
@@ -213,3 +216,29 @@ def test_what_the_caller_must_change_ends_with_2_and_all_else_with_1():
     for kind in kinds:
         assert issubclass(kind, errors.WeightferryError)
         assert kind.exit_code == (2 if issubclass(kind, errors.UsageError) else 1), kind
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_serve_ends_with_1_where_vllm_does_not_start(tmp_path):
+    base = make_tiny_model(tmp_path / "base")
+    plan = plan_server(tmp_path, base, tmp_path / "exchange", "merged")
+    command = [*plan.command(), "--kv-cache-memory-bytes", "1"]
+    with Job("server", command, log=plan.log, environment=plan.environment()) as job:
+        assert job._process.wait(START_DEADLINE_S) == 1
+    assert "KV cache" in plan.log.read_text()  # vLLM's own words
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kill", "code"),
+    [(signal.SIGTERM, 0), (signal.SIGINT, 0), (signal.SIGKILL, -9)],
+    ids=["SIGTERM", "Ctrl-C", "killed"],
+)
+def test_serve_ends_by_a_signal_with_the_code_that_is_written_down(tmp_path, kill, code):
+    base = make_tiny_model(tmp_path / "base")
+    with live_server(tmp_path, base, tmp_path / "exchange", "merged") as server:
+        assert server.end(kill) == code

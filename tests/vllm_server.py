@@ -6,6 +6,7 @@ One server at a time: a start costs half a minute of both cores.
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +60,11 @@ class LiveServer:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         self._job._process.kill()
         return children
+
+    def end(self, by: signal.Signals) -> int:
+        """Send the API server a signal; the exit code that it ends with."""
+        self._job._process.send_signal(by)
+        return self._job._process.wait(APPLY_DEADLINE_S)
 
     def status(self) -> Status:
         return self.http.get("/weightferry/status").raise_for_status().json()
