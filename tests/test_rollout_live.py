@@ -174,6 +174,23 @@ def test_an_adapter_serves_its_requests_to_their_end_however_many_come_after_it(
         assert queued.result().versions == {second}
 
 
+@pytest.mark.slow
+def test_an_adapter_of_modules_that_vllm_was_told_to_leave_out_is_refused_by_name(stage):
+    with stage.server("adapter", "--lora-target-modules", "q_proj") as server:
+        with stage.training(["q_proj"]) as training:
+            good = training.publish()
+            server.wait_for_version(good)
+        answers = server.ask_greedy(OTHERS)
+        assert answers[1] == {good}
+        with stage.training(["q_proj", "down_proj"]) as training:
+            reason = server.wait_for_refusal(training.publish())
+        assert "no place for the adapter of model.layers.0.mlp.down_proj (2 in all)" in reason
+        assert "--lora-target-modules" in reason
+        assert server.ask_greedy(OTHERS) == answers
+        with stage.training(["q_proj"]) as training:
+            server.wait_for_version(training.publish())
+
+
 def test_a_load_that_fails_half_way_is_undone_and_one_that_cannot_be_undone_ends_all_answers(stage):
     with stage.server("merged") as server:
         with stage.training() as training:
