@@ -108,6 +108,12 @@ def without_a_layers_factors(factors: dict[str, torch.Tensor]) -> dict[str, torc
     return {name: factor for name, factor in factors.items() if "layers.1." not in name}
 
 
+def with_settings(content: Content, **settings: Any) -> Content:
+    """The content with other settings in its adapter."""
+    config: dict[str, Any] = json.loads(content.files[CONFIG]) | settings
+    return replace(content, files=content.files | {CONFIG: json.dumps(config).encode()})
+
+
 def of_rank(content: Content, rank: int) -> Content:
     """The same adapter padded with zeros to another rank: sound, but more than this server's vLLM takes."""
 
@@ -119,13 +125,10 @@ def of_rank(content: Content, rank: int) -> Content:
     adapter = content.adapter
     assert adapter is not None
     modules = tuple(replace(module, rank=rank) for module in adapter.modules)
-    config: dict[str, Any] = json.loads(content.files[CONFIG]) | {"r": rank}
+    alpha = adapter.modules[0].scaling * rank  # the scaling stays
     content = with_factors(content, lambda all_: {name: pad(name, factor) for name, factor in all_.items()})
-    return replace(
-        content,
-        files=content.files | {CONFIG: json.dumps(config).encode()},
-        adapter=replace(adapter, modules=modules),
-    )
+    content = with_settings(content, r=rank, lora_alpha=alpha)
+    return replace(content, adapter=replace(adapter, modules=modules))
 
 
 MERGED = {
@@ -152,8 +155,12 @@ ADAPTER = {
     ),
     "NaN": Broken(words=f"{UP_A} is not finite", write=with_factor(nan_at_the_end)),
     "more than vLLM takes": Broken(words="max_lora_rank", write=lambda content: of_rank(content, 16)),
+    "scaled otherwise in training": Broken(
+        words="is scaled by", write=lambda content: with_settings(content, lora_alpha=1)
+    ),
 }
-FOLD = {case: broken for case, broken in ADAPTER.items() if case != "more than vLLM takes"} | {
+ONLY_VLLM_S = ("more than vLLM takes", "scaled otherwise in training")  # who folds goes by the manifest
+FOLD = {case: broken for case, broken in ADAPTER.items() if case not in ONLY_VLLM_S} | {
     "merged otherwise by the trainer": Broken(
         words="when folded here", write=with_factor(lambda factor: 2 * factor)
     ),
@@ -161,7 +168,8 @@ FOLD = {case: broken for case, broken in ADAPTER.items() if case != "more than v
         words=f"{UP} is not finite", write=lambda content: with_factors(content, with_huge_factors)
     ),
 }
-CASES = {"merged": MERGED, "adapter": ADAPTER, "fold": FOLD}
+RANKS = {case: MERGED[case] for case in ("wrong shape", "NaN")}
+CASES = {"merged": MERGED, "adapter": ADAPTER, "fold": FOLD, "2 ranks": RANKS}
 
 
 class SlowFile:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from broken_versions import Broken
+from fresh_engine import ask_fresh_engines, rank_environment
 from reissue import Content, Reissuer, reissuing
 from vllm_server import Answers, LiveServer, live_server
 from worker_faults import Faults
@@ -19,6 +20,14 @@ from worker_faults import Faults
 PROMPTS = ["12 + 34 = ", "the policy says: ", "alpha " * 30]
 TOKEN = "a-token-of-this-test"
 OLD = "old version, exactly"
+# how the server of each mode is started: --apply, other flags, environment
+MODES: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+    "merged": ("merged", (), {}),
+    "merged again": ("merged", (), {}),
+    "adapter": ("adapter", (), {}),
+    "fold": ("fold", (), {}),
+    "2 ranks": ("merged", ("--tensor-parallel-size", "2"), rank_environment(2)),
+}
 Row = tuple[str, ...]
 
 
@@ -91,21 +100,38 @@ def shortened(words: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
+    """The contents that are published, and the base that they have in common."""
+
     directory: Path
     base: Path
     contents: list[Content]
-    references: dict[str, list[Answers]] = field(default_factory=dict)
+    references: dict[tuple[bool, bool], list[Answers]] = field(default_factory=dict)
+
+    def fresh_answers(self, mode: str) -> list[Answers]:
+        """What a fresh vLLM answers with each content, merged or as an adapter, on as many ranks."""
+        apply, _, ranks = MODES[mode]
+        is_adapter, kind = apply == "adapter", (apply == "adapter", bool(ranks))
+        if kind not in self.references:
+            starts: list[tuple[Path, Path | None]] = [
+                (self.base, content.directory / "adapter") if is_adapter else (content.directory, None)
+                for content in self.contents
+            ]
+            answers = ask_fresh_engines(PROMPTS, starts, num_ranks=2 if ranks else 1)
+            assert answers[0] != answers[1]
+            self.references[kind] = answers
+        return self.references[kind]
 
 
 @contextmanager
 def serving(material: Material, rows: list[Row], mode: str, name: str) -> Iterator[World]:
     """A world whose server answers with the first content; nothing is tried twice: one try decides."""
+    apply, flags, ranks = MODES[mode]
     directory = material.directory / name
     directory.mkdir()
     exchange, faults = directory / "exchange", Faults(directory)
-    environment = faults.environment | {"WEIGHTFERRY_MAX_TRIES": "1", "WEIGHTFERRY_TOKEN": TOKEN}
+    environment = faults.environment | ranks | {"WEIGHTFERRY_MAX_TRIES": "1", "WEIGHTFERRY_TOKEN": TOKEN}
     with (
-        live_server(directory, material.base, exchange, mode, environment=environment) as server,
+        live_server(directory, material.base, exchange, apply, *flags, environment=environment) as server,
         reissuing(exchange, material.base, list(material.contents), keep=100, grace_s=60.0) as reissuer,
     ):
         world = World(
@@ -113,7 +139,7 @@ def serving(material: Material, rows: list[Row], mode: str, name: str) -> Iterat
             server=server,
             reissuer=reissuer,
             faults=faults,
-            references=material.references[mode],
+            references=material.fresh_answers(mode),
             rows=rows,
         )
         world.serve(0)

@@ -2,7 +2,7 @@
 status, or leaves no answer at all; never a mixture. Printed as a table at the end.
 
 "The old version answers" means: greedy answers are those of a fresh vLLM started on that version, and their
-header names it. One server for all that a server survives, a new one for what it does not.
+header names it. One server at a time: for each mode one, and a new one for what no server survives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import httpx
 import pytest
 from broken_versions import CASES, CONFIG, Broken, SlowFile
 from broken_world import PROMPTS, Material, Row, World, serving
-from fresh_engine import ask_fresh_engines
 from reissue import make_contents
 from tiny_model import make_tiny_model
 from vllm_server import APPLY_DEADLINE_S, MODEL, LiveServer
@@ -28,6 +27,7 @@ from vllm_server import APPLY_DEADLINE_S, MODEL, LiveServer
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_APPLIED = 20  # tensors of an apply: all linear layers, with the biases that vLLM fuses them with
+FAILING = (1, NUM_APPLIED // 2 + 1, NUM_APPLIED)
 
 
 @pytest.fixture(scope="module")
@@ -46,52 +46,56 @@ def table(request) -> Iterator[list[Row]]:
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory) -> Material:
-    """Two contents, and what a fresh vLLM answers with each, merged and as an adapter."""
+    """Two contents of one base."""
     directory = tmp_path_factory.mktemp("broken")
     base = make_tiny_model(directory / "base")
-    contents = make_contents(directory, base, 2)
-    merged: list[tuple[Path, Path | None]] = [(content.directory, None) for content in contents]
-    adapters: list[tuple[Path, Path | None]] = [(base, content.directory / "adapter") for content in contents]
-    answers = ask_fresh_engines(PROMPTS, [*merged, *adapters])
-    assert answers[0] != answers[1]
-    assert answers[2] != answers[3]
-    references = {"merged": answers[:2], "fold": answers[:2], "adapter": answers[2:]}
-    return Material(directory=directory, base=base, contents=contents, references=references)
+    return Material(directory=directory, base=base, contents=make_contents(directory, base, 2))
 
 
 @pytest.fixture(scope="module")
-def merged(material, table) -> Iterator[World]:
-    with serving(material, table, "merged", "merged") as world:
+def world(mode, material, table) -> Iterator[World]:
+    """The server of one mode; pytest runs all tests of the mode in a row, and then ends it."""
+    with serving(material, table, mode, mode.replace(" ", "-")) as world:
         yield world
 
 
-@pytest.fixture(scope="module")
-def adapter(material, table) -> Iterator[World]:
-    with serving(material, table, "adapter", "adapter") as world:
-        yield world
+def in_modes(*modes: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("mode", modes, scope="module")
 
 
-@pytest.fixture(scope="module")
-def fold(material, table) -> Iterator[World]:
-    with serving(material, table, "fold", "fold") as world:
-        yield world
-
-
-@pytest.fixture
-def world(request, mode) -> World:
-    return request.getfixturevalue(mode)
-
-
-@pytest.mark.parametrize(("mode", "case"), [(mode, case) for mode in CASES for case in CASES[mode]])
-def test_a_broken_version_is_refused_and_the_old_one_answers(world, mode, case):
-    broken = CASES[mode][case]
+def check_that_it_is_refused_and_the_old_one_answers(world: World, case: str) -> None:
+    broken = CASES[world.mode][case]
     number, _ = world.publish(broken, content=1)
     world.control("resume-updates")
     world.check_refused(case, number, broken.words)
 
 
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
-def test_a_version_of_another_base_is_refused_and_the_old_one_answers(world, mode):
+@in_modes("merged")
+@pytest.mark.parametrize("case", CASES["merged"])
+def test_a_broken_merged_version_is_refused_and_the_old_one_answers(world, case):
+    check_that_it_is_refused_and_the_old_one_answers(world, case)
+
+
+@in_modes("adapter")
+@pytest.mark.parametrize("case", CASES["adapter"])
+def test_a_broken_adapter_is_refused_and_the_old_one_answers(world, case):
+    check_that_it_is_refused_and_the_old_one_answers(world, case)
+
+
+@in_modes("fold")
+@pytest.mark.parametrize("case", CASES["fold"])
+def test_a_broken_adapter_to_fold_is_refused_and_the_old_one_answers(world, case):
+    check_that_it_is_refused_and_the_old_one_answers(world, case)
+
+
+@in_modes("2 ranks")
+@pytest.mark.parametrize("case", CASES["2 ranks"])
+def test_a_broken_version_of_two_ranks_is_refused_and_the_old_one_answers(world, case):
+    check_that_it_is_refused_and_the_old_one_answers(world, case)
+
+
+@in_modes("merged", "adapter", "fold")
+def test_a_version_of_another_base_is_refused_and_the_old_one_answers(world):
     exchange = world.reissuer.writer.exchange
     own = exchange.base
     exchange.base = replace(own, tensors_digest="0" * len(own.tensors_digest))
@@ -102,9 +106,9 @@ def test_a_version_of_another_base_is_refused_and_the_old_one_answers(world, mod
     world.check_refused("other base", number, "another base")
 
 
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
-def test_a_good_version_after_a_poisoned_one_is_served(world, mode):
-    nan = CASES[mode]["NaN"]
+@in_modes(*CASES)
+def test_a_good_version_after_a_poisoned_one_is_served(world):
+    nan = CASES[world.mode]["NaN"]
     poison, _ = world.publish(nan, content=1)
     world.control("resume-updates")
     reason = world.server.wait_for_refusal(poison)
@@ -115,18 +119,18 @@ def test_a_good_version_after_a_poisoned_one_is_served(world, mode):
     world.serve(0)
 
 
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
-def test_a_version_deleted_while_it_is_fetched_is_refused(world, mode):
+@in_modes("merged", "adapter", "fold")
+def test_a_version_deleted_while_it_is_fetched_is_refused(world):
     number, directory = world.publish(Broken(words=""), content=1)
-    first = directory / ("layer-00000.safetensors" if mode == "merged" else CONFIG)
+    first = directory / ("layer-00000.safetensors" if world.mode == "merged" else CONFIG)
     slow = SlowFile(first)
     world.control("resume-updates")
     slow.delete_directory_when_read()
     world.check_refused("deleted during staging", number, "is missing")
 
 
-@pytest.mark.parametrize("mode", ["merged", "adapter"])
-def test_the_version_that_answers_may_be_deleted_from_the_exchange(world, mode):
+@in_modes("merged", "adapter", "fold")
+def test_the_version_that_answers_may_be_deleted_from_the_exchange(world):
     number = world.serve(1)
     shutil.rmtree(world.reissuer.writer.exchange.version(number).path)
     world.check_old_version_answers()
@@ -134,15 +138,27 @@ def test_the_version_that_answers_may_be_deleted_from_the_exchange(world, mode):
     world.serve(0)
 
 
-@pytest.mark.parametrize("mode", ["merged"])
-@pytest.mark.parametrize("tensor", [0, NUM_APPLIED // 2, NUM_APPLIED - 1])
-def test_a_load_that_fails_after_any_tensor_is_undone(world, mode, tensor):
+@in_modes("merged", "fold")
+@pytest.mark.parametrize("tensor", FAILING)
+def test_a_load_that_fails_at_any_tensor_is_undone(world, tensor):
     number, _ = world.publish(Broken(words=""), content=1)
     world.faults.fail(tensor)
     world.control("resume-updates")
     world.check_refused(
-        f"load fails at tensor {tensor + 1} of {NUM_APPLIED}", number, f"after tensor {tensor}"
+        f"load fails at tensor {tensor} of {NUM_APPLIED}", number, f"at tensor {tensor} of the load"
     )
+
+
+@in_modes("2 ranks")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_fails_on_one_rank_at_any_tensor_is_undone_on_all(world, rank):
+    for tensor in FAILING:
+        number, _ = world.publish(Broken(words=""), content=1)
+        world.faults.fail(tensor, rank=rank)
+        world.control("resume-updates")
+        case = f"load fails on rank {rank} at tensor {tensor} of {NUM_APPLIED}"
+        words = f"rank {rank}: OSError: a fault of the test's at tensor {tensor} of the load"
+        world.check_refused(case, number, words)
 
 
 def delete_from_exchange(_world: World, directory: Path, _staged: Path) -> None:
@@ -154,10 +170,10 @@ def delete_everywhere(_world: World, directory: Path, staged: Path) -> None:
     shutil.rmtree(staged)
 
 
-def publish_held(world: World, then: Callable[[World, Path, Path], None]) -> int:
+def publish_held(world: World, then: Callable[[World, Path, Path], None], *, rank: int = 0) -> int:
     """A version whose load is held in its first file while `then` does something."""
     number, directory = world.publish(Broken(words=""), content=1)
-    world.faults.hold(2)
+    world.faults.hold(3, rank=rank)
     world.control("resume-updates")
     world.faults.wait_until_held()
     (staged,) = world.cache.glob(f"version-*{number}")
@@ -165,8 +181,8 @@ def publish_held(world: World, then: Callable[[World, Path, Path], None]) -> int
     return number
 
 
-@pytest.mark.parametrize("mode", ["merged"])
-def test_a_version_deleted_from_the_exchange_while_it_is_loaded_is_served_whole(world, mode):
+@in_modes("merged", "fold")
+def test_a_version_deleted_from_the_exchange_while_it_is_loaded_is_served_whole(world):
     number = publish_held(world, delete_from_exchange)
     world.faults.release()
     world.server.wait_for_version(number)
@@ -176,17 +192,17 @@ def test_a_version_deleted_from_the_exchange_while_it_is_loaded_is_served_whole(
     world.serve(0)
 
 
-@pytest.mark.parametrize("mode", ["merged"])
-def test_a_version_deleted_from_the_host_too_while_it_is_loaded_is_undone(world, mode):
+@in_modes("merged", "fold")
+def test_a_version_deleted_from_the_host_too_while_it_is_loaded_is_undone(world):
     number = publish_held(world, delete_everywhere)
     world.faults.release()
     world.check_refused("deleted during apply, cache too", number, "is missing")
 
 
-@pytest.mark.parametrize("mode", ["merged"])
-def test_a_load_that_can_be_neither_finished_nor_undone_ends_all_answers(world, mode):
+@in_modes("merged")
+def test_a_load_that_can_be_neither_finished_nor_undone_ends_all_answers(world):
     world.publish(Broken(words=""), content=1)
-    world.faults.fail(5, 0)
+    world.faults.fail(6, 1)
     world.control("resume-updates")
     status = world.server.wait_for(lambda s: s["state"] == "unhealthy", "being unhealthy", APPLY_DEADLINE_S)
     assert f"version {world.old} could not be restored" in status["why"]
@@ -208,12 +224,11 @@ def completion_or_refusal(server: LiveServer) -> int | None:
         return 503
 
 
-def test_a_killed_worker_ends_all_answers(material, table):
-    with (
-        serving(material, table, "merged", "killed") as world,
-        ThreadPoolExecutor(max_workers=1) as pool,
-    ):
-        publish_held(world, lambda *_: None)
+@in_modes("2 ranks", "merged again")
+def test_a_killed_worker_ends_all_answers(world):
+    rank = 1 if world.mode == "2 ranks" else 0
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        publish_held(world, lambda *_: None, rank=rank)
         waits = pool.submit(world.server.ask_greedy, PROMPTS)
         os.kill(world.faults.wait_until_held(), signal.SIGKILL)
         assert isinstance(waits.exception(APPLY_DEADLINE_S), httpx.HTTPError)
@@ -223,4 +238,4 @@ def test_a_killed_worker_ends_all_answers(material, table):
             assert time.monotonic() < deadline, "the server outlives its worker"
             time.sleep(0.05)
     assert "EngineDeadError" in world.server.log
-    world.say("worker killed during apply", "ended", "", "none (no connection)")
+    world.say(f"worker of rank {rank} killed during apply", "ended", "", "none (no connection)")

@@ -42,13 +42,13 @@ class Faults:
             VARIABLE: str(self._directory),
         }
 
-    def fail(self, *tensors: int) -> None:
-        """The next load fails after this tensor (0: the first), the one after it after the next number."""
-        (self._directory / "fail").write_text("\n".join(map(str, tensors)))
+    def fail(self, *tensors: int, rank: int = 0) -> None:
+        """The rank's next load fails at this tensor (1: the first), its load after that at the next one."""
+        (self._directory / f"fail-{rank}").write_text("\n".join(map(str, tensors)))
 
-    def hold(self, tensor: int) -> None:
-        """The next load waits after this tensor until `release`."""
-        (self._directory / "hold").write_text(str(tensor))
+    def hold(self, tensor: int, *, rank: int = 0) -> None:
+        """The rank's next load waits at this tensor (1: the first) until `release`."""
+        (self._directory / f"hold-{rank}").write_text(str(tensor))
 
     def wait_until_held(self) -> int:
         """The process that waits."""
@@ -64,35 +64,50 @@ def install() -> None:
     """The plug-in's entry point."""
     from weightferry.rollout_server import worker_extension
 
-    worker_extension.reach = _Point(Path(os.environ[VARIABLE])).reach  # type: ignore[assignment]
+    point, worker = _Point(Path(os.environ[VARIABLE])), worker_extension.WeightferryWorker
+    load = worker.weightferry_reload
+
+    def counted_load(self, parts):
+        point.begin_load()
+        return load(self, parts)
+
+    worker.weightferry_reload = counted_load
+    worker_extension.reach = point.reach  # type: ignore[assignment]
 
 
 class _Point:
-    """The worker's side: counts the tensors of each fault as it comes to them."""
+    """The worker's side: counts the tensors of each load, and acts at the chosen one."""
 
     def __init__(self, directory: Path) -> None:
-        self._fail, self._hold, self._held = (directory / name for name in ("fail", "hold", "held"))
+        self._directory, self._held = directory, directory / "held"
+        self._num_passed = 0
+
+    def begin_load(self) -> None:
         self._num_passed = 0
 
     def reach(self, _point: str) -> None:
+        fail, hold = (self._directory / f"{what}-{_rank()}" for what in ("fail", "hold"))
         self._num_passed += 1
-        if self._fail.exists():
-            first, _, others = self._fail.read_text().partition("\n")
+        if fail.exists():
+            first, _, others = fail.read_text().partition("\n")
             if self._is_at(first):
-                self._fail.write_text(others) if others else self._fail.unlink()
-                raise OSError(f"a fault of the test's after tensor {first}")
-        elif self._hold.exists() and self._is_at(self._hold.read_text()):
-            self._hold.unlink()
+                fail.write_text(others) if others else fail.unlink()
+                raise OSError(f"a fault of the test's at tensor {self._num_passed} of the load")
+        elif hold.exists() and self._is_at(hold.read_text()):
+            hold.unlink()
             partial = self._held.with_suffix(".partial")
             partial.write_text(str(os.getpid()))
             partial.replace(self._held)
             _wait_for(lambda: not self._held.exists(), "the test did not let the load go on")
-        else:
-            return
-        self._num_passed = 0
 
     def _is_at(self, tensor: str) -> bool:
-        return self._num_passed > int(tensor)
+        return self._num_passed >= int(tensor)
+
+
+def _rank() -> int:
+    import torch.distributed  # not imported in the test's process for this
+
+    return torch.distributed.get_rank()
 
 
 def _wait_for(is_so, else_say: str) -> None:
