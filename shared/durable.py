@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .digest import FileDigest
+from .errors import IntegrityError
 
 WRITE_BLOCK_BYTES = 8 << 20
 TEMPORARY_PREFIX = ".tmp-"
@@ -230,6 +231,13 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.rename(beside, target)
 
 
+def require_regular(path: Path) -> None:
+    """IntegrityError for what is no file of bytes: to open a pipe would wait for its writer."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise IntegrityError(path, "is not a regular file")
+
+
 def read_fresh(path: Path) -> bytes | None:
     """The bytes of a small file as they are now, or None if there is none.
 
@@ -239,6 +247,7 @@ def read_fresh(path: Path) -> bytes | None:
     for _ in range(_ESTALE_TRIES):
         try:
             os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY))
+            require_regular(path)
             return path.read_bytes()
         except FileNotFoundError:
             return None

@@ -150,6 +150,7 @@ class LocalStore:
             durable.sync_directory(self.path / directory)
 
     def open(self, path: str) -> BinaryIO:
+        durable.require_regular(self.path / path)
         return (self.path / path).open("rb")
 
     def size(self, path: str) -> int | None:

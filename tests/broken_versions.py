@@ -6,9 +6,6 @@ Those written wrong are whole by their own manifest: each digest in it is that o
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +23,6 @@ CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetens
 UP_A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
 SURPLUS = "model.layers.7.mlp.up_proj.weight"
 NAN = b"\xc0\x7f"  # in bfloat16
-DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,27 +166,3 @@ FOLD = {case: broken for case, broken in ADAPTER.items() if case not in ONLY_VLL
 }
 RANKS = {case: MERGED[case] for case in ("wrong shape", "NaN")}
 CASES = {"merged": MERGED, "adapter": ADAPTER, "fold": FOLD, "2 ranks": RANKS}
-
-
-class SlowFile:
-    """A file of a version in place of which a pipe stands: whoever copies it waits here for the test."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._data = file, file.read_bytes()
-        file.unlink()
-        os.mkfifo(file)
-
-    def delete_directory_when_read(self) -> None:
-        """When its copy has begun remove the version's directory, then let the copy have this file whole."""
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            try:
-                descriptor = os.open(self._file, os.O_WRONLY | os.O_NONBLOCK)
-                break
-            except OSError:  # nobody reads it yet
-                assert time.monotonic() < deadline, f"nobody came to read {self._file}"
-                time.sleep(0.01)
-        os.set_blocking(descriptor, True)
-        shutil.rmtree(self._file.parent)
-        with open(descriptor, "wb") as pipe:
-            pipe.write(self._data)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from broken_versions import CASES, CONFIG, Broken, SlowFile
+from broken_versions import CASES, CONFIG, Broken
 from broken_world import PROMPTS, Material, Row, World, serving
 from reissue import make_contents
 from tiny_model import make_tiny_model
@@ -123,9 +123,11 @@ def test_a_good_version_after_a_poisoned_one_is_served(world):
 def test_a_version_deleted_while_it_is_fetched_is_refused(world):
     number, directory = world.publish(Broken(words=""), content=1)
     first = directory / ("layer-00000.safetensors" if world.mode == "merged" else CONFIG)
-    slow = SlowFile(first)
+    world.faults.hold_open(first)
     world.control("resume-updates")
-    slow.delete_directory_when_read()
+    world.faults.wait_until_held()
+    shutil.rmtree(directory)
+    world.faults.release()
     world.check_refused("deleted during staging", number, "is missing")
 
 

@@ -420,16 +420,27 @@ def test_another_exchange_in_the_same_place_is_said_and_not_followed(world):
     assert "another exchange has taken its place, restart this server" in world.state.problem
 
 
-def test_a_file_system_that_hangs_is_said_within_the_deadline(world, tmp_path):
+@pytest.mark.parametrize("name", ["layer-00000.safetensors", "manifest.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_its_writer(world, name):
+    number = world.publish(1)
+    file = world.directory(number) / name
+    file.unlink()
+    os.mkfifo(file)
+    world.background._deadline_s = 10.0
+    world.look()
+    world.check_serves(0)
+    assert f"{file}: is not a regular file" in world.state.refused[number].reason
+
+
+def test_a_file_system_that_hangs_is_said_within_the_deadline(world, monkeypatch):
     number = world.publish(1)
     world.background._deadline_s = 0.5
-    shard = world.directory(number) / "layer-00000.safetensors"
-    shard.unlink()
-    os.mkfifo(shard)  # whoever opens it waits for a writer
+    goes_on = threading.Event()
+    monkeypatch.setattr(LocalStore, "open", lambda *_: goes_on.wait())
     world.look()
     world.check_serves(0)
     assert "did not end within" in world.state.refused[number].reason
-    shard.open("wb").close()  # lets the thread go
+    goes_on.set()  # lets the thread go
 
 
 def test_what_was_staged_too_late_does_not_stay_in_the_cache(world, monkeypatch):

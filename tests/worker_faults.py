@@ -1,4 +1,5 @@
-"""Faults inside a real server's worker, in the middle of a load, at a tensor of the test's choosing.
+"""Faults inside a real server: in its worker in the middle of a load, at a tensor of the test's choosing, and
+in whoever opens a file of the exchange.
 
 A vLLM plug-in of the tests' own, in every process of a server that `environment` starts: it acts at the
 named point of an apply (weightferry/shared/kill_points.py) as files in one directory tell it.
@@ -50,6 +51,10 @@ class Faults:
         """The rank's next load waits at this tensor (1: the first) until `release`."""
         (self._directory / f"hold-{rank}").write_text(str(tensor))
 
+    def hold_open(self, file: Path) -> None:
+        """Who opens this file of the exchange next has it open, and waits until `release`."""
+        (self._directory / "hold_open").write_text(str(file))
+
     def wait_until_held(self) -> int:
         """The process that waits."""
         held = self._directory / "held"
@@ -63,8 +68,10 @@ class Faults:
 def install() -> None:
     """The plug-in's entry point."""
     from weightferry.rollout_server import worker_extension
+    from weightferry.shared.store import LocalStore
 
-    point, worker = _Point(Path(os.environ[VARIABLE])), worker_extension.WeightferryWorker
+    directory = Path(os.environ[VARIABLE])
+    point, worker = _Point(directory), worker_extension.WeightferryWorker
     load = worker.weightferry_reload
 
     def counted_load(self, parts):
@@ -73,6 +80,28 @@ def install() -> None:
 
     worker.weightferry_reload = counted_load
     worker_extension.reach = point.reach  # type: ignore[assignment]
+    LocalStore.open = _holding(LocalStore.open, directory)  # type: ignore[method-assign]
+
+
+def _holding(open_file, directory: Path):
+    hold, held = directory / "hold_open", directory / "held"
+
+    def open_held(store, path: str):
+        file = open_file(store, path)
+        if hold.exists() and hold.read_text() == store.where(path):
+            hold.unlink()
+            _stand(held)
+        return file
+
+    return open_held
+
+
+def _stand(held: Path) -> None:
+    """Say that this process waits here, and wait for the test."""
+    partial = held.with_suffix(".partial")
+    partial.write_text(str(os.getpid()))
+    partial.replace(held)
+    _wait_for(lambda: not held.exists(), "the test did not let it go on")
 
 
 class _Point:
@@ -95,10 +124,7 @@ class _Point:
                 raise OSError(f"a fault of the test's at tensor {self._num_passed} of the load")
         elif hold.exists() and self._is_at(hold.read_text()):
             hold.unlink()
-            partial = self._held.with_suffix(".partial")
-            partial.write_text(str(os.getpid()))
-            partial.replace(self._held)
-            _wait_for(lambda: not self._held.exists(), "the test did not let the load go on")
+            _stand(self._held)
 
     def _is_at(self, tensor: str) -> bool:
         return self._num_passed >= int(tensor)
