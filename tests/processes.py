@@ -1,4 +1,4 @@
-"""What processes are there: whether they still run, what is below one, and what only one of them finds."""
+"""What processes are there: whether they still run, and what is below one."""
 
 from __future__ import annotations
 
@@ -40,10 +40,3 @@ def titled(title: str, pid: int) -> int:
         if Path(f"/proc/{child}/cmdline").read_bytes().startswith(title.encode())
     )
     return found
-
-
-def hide_from_all_but(pid: int, file: Path) -> None:
-    """Let only this process find the file: the link leads through a thread of its own."""
-    there = file.with_name(f"{file.name}-moved")
-    file.rename(there)
-    file.symlink_to(f"/proc/self/task/{pid}/root{there}")

@@ -6,7 +6,6 @@ Each engine is asked by itself, by vLLM's header x-data-parallel-rank.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,8 +16,9 @@ import pytest
 from fresh_engine import ask_fresh_engines, rank_environment
 from live_stage import Stage
 from network_calls import STRACE, addresses, traced
-from processes import descendants, hide_from_all_but, titled
+from processes import descendants, titled
 from vllm_server import APPLY_DEADLINE_S, Answers, LiveServer
+from worker_faults import Faults
 
 from weightferry.shared.exchange import Exchange
 
@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = ["12 + 34 = ", "the policy says: ", "alpha " * 30]
 FLAGS = ("--data-parallel-size", "2")
 LOOPBACK = {"127.0.0.1", "::1"}
-LATE = "model.layers.1.mlp.up_proj.weight"  # late in a reload of the base's tensors
 
 
 def ask_both(server: LiveServer, number: int) -> Answers:
@@ -45,16 +44,17 @@ def worker_of(engine: int, server: LiveServer) -> int:
 
 @pytest.mark.parametrize("apply", ["merged", "adapter"])
 def test_both_engines_answer_with_each_version_and_keep_it_when_one_cannot_load_the_next(tmp_path, apply):
-    stage = Stage(tmp_path)
+    stage, faults = Stage(tmp_path), Faults(tmp_path)
     calls = tmp_path / "calls"
     under = traced(calls, is_detached=True)
-    environment = rank_environment(2) | {"WEIGHTFERRY_MAX_TRIES": "1"}  # or it is tried again when mended
+    environment = faults.environment | rank_environment(2) | {"WEIGHTFERRY_MAX_TRIES": "1"}
     with stage.server(apply, *FLAGS, environment=environment, under=under) as server:
         with stage.training() as training:
             good = training.publish()
         server.wait_for_version(good)
         answers = ask_both(server, good)
         if apply == "merged":
+            faults.fail(15, engine=1)
             check_undone_on_both(stage, server, good, answers)
         with stage.training() as training:
             newest = training.publish()
@@ -72,18 +72,11 @@ def test_both_engines_answer_with_each_version_and_keep_it_when_one_cannot_load_
 
 
 def check_undone_on_both(stage: Stage, server: LiveServer, good: int, answers: Answers) -> None:
-    """A file of the base that only the first engine's worker finds."""
-    file = stage.base_file(LATE)
-    whole = shutil.copy(file, stage.directory / "whole")
-    hide_from_all_but(worker_of(0, server), file)
-    with stage.training(["q_proj"]) as training:
-        bad = training.publish()  # takes the tensor back from the base
+    with stage.training() as training:
+        bad = training.publish()
     reason = server.wait_for_refusal(bad)
-    assert "rank 0 of engine 1" in reason
-    assert file.name in reason
+    assert "rank 0 of engine 1: OSError: a fault of the test's at tensor 15" in reason
     assert ask_both(server, good) == answers
-    file.unlink()
-    shutil.copy(whole, file)
 
 
 def check_listens_on_loopback(server: LiveServer) -> None:

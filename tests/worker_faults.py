@@ -43,13 +43,13 @@ class Faults:
             VARIABLE: str(self._directory),
         }
 
-    def fail(self, *tensors: int, rank: int = 0) -> None:
+    def fail(self, *tensors: int, rank: int = 0, engine: int = 0) -> None:
         """The rank's next load fails at this tensor (1: the first), its load after that at the next one."""
-        (self._directory / f"fail-{rank}").write_text("\n".join(map(str, tensors)))
+        (self._directory / f"fail-{engine}-{rank}").write_text("\n".join(map(str, tensors)))
 
     def hold(self, tensor: int, *, rank: int = 0) -> None:
         """The rank's next load waits at this tensor (1: the first) until `release`."""
-        (self._directory / f"hold-{rank}").write_text(str(tensor))
+        (self._directory / f"hold-0-{rank}").write_text(str(tensor))
 
     def hold_open(self, file: Path) -> None:
         """Who opens this file of the exchange next has it open, and waits until `release`."""
@@ -75,7 +75,7 @@ def install() -> None:
     load = worker.weightferry_reload
 
     def counted_load(self, parts):
-        point.begin_load()
+        point.begin_load(self.parallel_config.data_parallel_index)
         return load(self, parts)
 
     worker.weightferry_reload = counted_load
@@ -109,13 +109,14 @@ class _Point:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._held = directory, directory / "held"
-        self._num_passed = 0
+        self._num_passed, self._engine = 0, 0
 
-    def begin_load(self) -> None:
-        self._num_passed = 0
+    def begin_load(self, engine: int) -> None:
+        self._num_passed, self._engine = 0, engine
 
     def reach(self, _point: str) -> None:
-        fail, hold = (self._directory / f"{what}-{_rank()}" for what in ("fail", "hold"))
+        where = f"{self._engine}-{_rank()}"
+        fail, hold = (self._directory / f"{what}-{where}" for what in ("fail", "hold"))
         self._num_passed += 1
         if fail.exists():
             first, _, others = fail.read_text().partition("\n")
