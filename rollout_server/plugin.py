@@ -20,7 +20,8 @@ from .background import Background
 from .cache_dir import take_cache_dir
 from .closed_routes import replace_routes, require_closed
 from .control import Control
-from .engine import VllmEngine, require_fitting_start, require_tested_version
+from .engine import VllmEngine, require_tested_version
+from .fitting_start import require_fitting_start
 from .merged_source import FoldSource, ShardSource
 from .metrics import Metrics
 from .self_check import require_faithful_reload

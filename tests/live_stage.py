@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,12 +58,3 @@ class Stage:
         paths = (self.directory, self.servers_base, self.exchange)
         with live_server(*paths, apply, *flags, environment=environment, name=name, under=under) as server:
             yield server
-
-    def lose_base_tensor(self, name: str) -> None:
-        """Remove the file that holds it from the server's base."""
-        self.base_file(name).unlink()
-
-    def base_file(self, name: str) -> Path:
-        """The file of the server's base that holds a tensor."""
-        index = json.loads((self.servers_base / "model.safetensors.index.json").read_bytes())
-        return self.servers_base / index["weight_map"][name]

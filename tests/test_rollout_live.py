@@ -10,6 +10,7 @@ from fresh_engine import MAX_MODEL_LEN
 from live_stage import Stage
 from processes import wait_until_gone
 from vllm_server import MODEL, LiveServer
+from worker_faults import Faults
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -192,23 +193,24 @@ def test_an_adapter_of_modules_that_vllm_was_told_to_leave_out_is_refused_by_nam
 
 
 def test_a_load_that_fails_half_way_is_undone_and_one_that_cannot_be_undone_ends_all_answers(stage):
-    with stage.server("merged") as server:
+    faults = Faults(stage.directory)
+    environment = faults.environment | {"WEIGHTFERRY_MAX_TRIES": "1"}
+    with stage.server("merged", environment=environment) as server:
         with stage.training() as training:
             good = training.publish()
         server.wait_for_version(good)
         answers = server.ask_greedy(OTHERS)
-        # a version that adapts less takes this tensor back from the base, late in its load
-        stage.lose_base_tensor("model.layers.1.mlp.down_proj.weight")
-        with stage.training(["q_proj"]) as training:
+        faults.fail(15)
+        with stage.training() as training:
             bad = training.publish()
-        assert "is missing" in server.wait_for_refusal(bad)
+        assert "at tensor 15 of the load" in server.wait_for_refusal(bad)
         assert server.ask_greedy(OTHERS) == answers
         with stage.training() as training:
             newer = training.publish()
         server.wait_for_version(newer)
 
-        stage.lose_base_tensor("model.norm.weight")  # now no version can be restored
-        with server.long_request(PROMPT, LONG) as long, stage.training(["q_proj"]) as training:
+        faults.fail(15, 1)  # and the load of what was there before fails, too
+        with server.long_request(PROMPT, LONG) as long, stage.training() as training:
             training.publish()
             status = server.wait_for(lambda s: s["state"] == "unhealthy", "being unhealthy", 60)
             with pytest.raises(httpx.RemoteProtocolError):

@@ -18,9 +18,9 @@ from weightferry.rollout_server.cache_dir import take_cache_dir
 from weightferry.rollout_server.closed_routes import require_closed
 from weightferry.rollout_server.engine import (
     WORKER_EXTENSION,
-    require_fitting_start,
     require_tested_version,
 )
+from weightferry.rollout_server.fitting_start import require_fitting_start
 from weightferry.rollout_server.plugin import RolloutPlugin
 from weightferry.rollout_server.serve import server_command, vllm_environment
 from weightferry.rollout_server.settings import ServerSettings

@@ -84,9 +84,12 @@ class LiveServer:
         return seen[0]
 
     def wait_for_version(self, number: int, deadline_s: float = APPLY_DEADLINE_S) -> Status:
-        return self.wait_for(
-            lambda status: status["active_version"] == number, f"serving {number}", deadline_s
-        )
+        """The status when it is active and what its apply did has been written down."""
+
+        def is_served(status: Status) -> bool:
+            return status["active_version"] == number and status["state"] == "serving"
+
+        return self.wait_for(is_served, f"serving {number}", deadline_s)
 
     def wait_for_refusal(self, number: int) -> str:
         """The reason."""
