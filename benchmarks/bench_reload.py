@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fresh_engine import KV_CACHE_BYTES, MAX_MODEL_LEN, QUICK_START
+from fresh_engine import KV_CACHE_BYTES, MAX_MODEL_LEN, said_by
 from reissue import Content, make_contents, reissuing
 from tiny_model import CHARACTERS, make_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -138,16 +136,8 @@ def fetched_bytes(content: Content, apply: str) -> int:
 
 def time_own_reload(directories: list[Path], repeats: int) -> float:
     """Median seconds of vLLM's own reload, in an engine without anything of ours."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--own-reload", json.dumps([list(map(str, directories)), repeats])],
-        env=os.environ | QUICK_START,
-        capture_output=True,
-        text=True,
-        timeout=OWN_RELOAD_DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return float(done.stdout.rpartition("SECONDS ")[2].split()[0])
+    request = json.dumps([list(map(str, directories)), repeats])
+    return said_by(__file__, "SECONDS", "--own-reload", request, deadline_s=OWN_RELOAD_DEADLINE_S)
 
 
 def own_reload(request: str) -> None:
@@ -169,7 +159,7 @@ def own_reload(request: str) -> None:
         path = directories[next(turns) % len(directories)]
         return engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
-    print("SECONDS", median_s(reload, repeats), flush=True)
+    print("SECONDS", json.dumps(median_s(reload, repeats)), sep="\n", flush=True)
 
 
 def report(name: str, size_bytes: int, pause: tuple[float, float] | None, way: tuple[float, float]) -> None:

@@ -12,15 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..shared.errors import UnsupportedError
+from ..shared.lora_starts import RESIDUAL_STARTS, UNTRIED_STARTS
 from . import fsdp1
 from .layer_clone import Gathered, base_of, merged_state
 from .model_walk import Unit
 
-# init_lora_weights that take a part out of the base when the adapter is made (peft/tuners/lora/layer.py).
-# What is left and the adapter together are the weights of the training, so that a merge of them is right ...
-_RESIDUAL_INITS = ("pissa", "olora")  # and KaSA, which is no init_lora_weights (peft/tuners/lora/variants.py)
-# ... and so it should be of these, which nobody has tried here: they need data or a quantised base.
-_OTHER_BASE_CHANGING_INITS = ("corda", "loftq", "lora_ga")
 _QUANTIZED_CLASSES = ("GPTQ", "Eetq", "Linear4bit", "Linear8bitLt", "HQQ", "AWQ", "Awq", "Aqlm", "INC")
 _OR_ADAPTER = 'train a plain LoRA, or publish the adapter alone (publish="adapter")'
 
@@ -55,7 +51,7 @@ def refuse_merged(peft: PeftModel) -> None:
 def refuse_foreign_base(peft: PeftModel) -> None:
     """Raise UnsupportedError where the base in training cannot be the exchange's."""
     for name in peft.peft_config:
-        if (init := _init(peft, name)).startswith(_OTHER_BASE_CHANGING_INITS):
+        if (init := _init(peft, name)).startswith(UNTRIED_STARTS):
             raise UnsupportedError(
                 f"adapter {name!r} has init_lora_weights={init!r}, which changes the base when it is made; "
                 "the base in training would not be the exchange's. Use init_lora_weights=true."
@@ -79,10 +75,10 @@ def residual_adapters(peft: PeftModel) -> set[str]:
 
 def _residual_start(peft: PeftModel, adapter: str) -> str:
     """The setting by which an adapter takes a part out of the base; empty if it does not."""
-    if getattr(peft.peft_config[adapter], "kasa_config", None):
+    if getattr(peft.peft_config[adapter], "kasa_config", None):  # peft/tuners/lora/variants.py
         return "kasa_config"
     init = _init(peft, adapter)
-    return f"init_lora_weights={init!r}" if init.startswith(_RESIDUAL_INITS) else ""
+    return f"init_lora_weights={init!r}" if init.startswith(RESIDUAL_STARTS) else ""
 
 
 def _init(peft: PeftModel, adapter: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..shared.errors import DivergedError, IncompatibleError
 from ..shared.exchange import Version
+from ..shared.lora_starts import RESIDUAL_STARTS, UNTRIED_STARTS
 from ..shared.manifest import AdapterEntry, FileEntry, Manifest
 from ..shared.tensor_files import TensorSpec, read_header
 from .stager import Stager
@@ -23,7 +24,6 @@ from .worker_extension import read_tensors
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 FACTOR_DTYPES = ("BF16", "F16", "F32", "F64")
-BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq")
 FACTOR_NAMES = ("base_model.model.{}.lora_A.weight", "base_model.model.{}.lora_B.weight")
 
 
@@ -142,7 +142,7 @@ def _check_config(config: dict) -> None:
         "fan_in_fan_out": "transposed weights (fan_in_fan_out)",
     }
     init = str(config.get("init_lora_weights")).lower()
-    if init.startswith(BASE_CHANGING_INITS):
+    if init.startswith(RESIDUAL_STARTS + UNTRIED_STARTS):
         raise IncompatibleError(
             f"an adapter with init_lora_weights={init} fits what its making left of the base, not the base: "
             "train with init_lora_weights=true, or serve with --apply merged"

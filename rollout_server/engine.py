@@ -1,7 +1,7 @@
 """The one module that touches vLLM: what the rollout server needs of it, and nothing else.
 
 Tested with vLLM 0.32 (run) and 0.33 (read); others are refused. Uses the public EngineClient, a worker
-extension, and three internals, each named where it is used. Invariants: no worker method raises (with tensor
+extension, and four internals, each named where it is used. Invariants: no worker method raises (with tensor
 parallelism an exception leaves the workers' answers out of step for good, vllm v1/executor/
 multiproc_executor.py `get_response`), and every call has a deadline.
 """

@@ -30,7 +30,6 @@ from .stager import Stager
 from .state import ServerState
 from .version_header import STATUS_PATH, VersionHeader
 from .watcher import Watcher
-from .weights import WeightSet
 
 MIDDLEWARE = f"{VersionHeader.__module__}.{VersionHeader.__name__}"
 
@@ -83,9 +82,8 @@ class RolloutPlugin:
         metrics = Metrics(self._state, lambda: stager.fetched_bytes)
         watcher = Watcher(self._settings, self._state, applier, background, identity, metrics)
         self._control.steer(watcher)
-        if self._settings.apply != "adapter":  # whose tokens vLLM labels by the weights beside the adapter
-            base_set = WeightSet.of_base(base, digests)
-            await require_faithful_reload(engine, base_set, base.specs, base.path)
+        if self._settings.apply != "adapter":  # with which vLLM's label says nothing of the adapter, either
+            await require_faithful_reload(engine, base, digests)
             await engine.label(str(self._state.active_version))
         await watcher.look()
         self._task = asyncio.create_task(watcher.run())

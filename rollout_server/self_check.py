@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Protocol
 
+from ..shared.checkpoint import Checkpoint
 from ..shared.errors import ApplyError, UnsupportedError
-from ..shared.tensor_files import TensorSpec
 from .engine import Part
 from .weights import WeightSet, plan_reload
 
@@ -31,24 +30,26 @@ class ReloadableEngine(Protocol):
 
 
 async def require_faithful_reload(
-    engine: ReloadableEngine, base: WeightSet, specs: dict[str, TensorSpec], where: Path
+    engine: ReloadableEngine, base: Checkpoint, digests: dict[str, str]
 ) -> None:
     """Load all of the base once more; UnsupportedError names the weights that this changes.
 
-    `where` is the base's directory. Costs a reload, and two SHA-256 of what each worker holds.
+    `digests` are the xxh3-128 of its tensors. Costs a reload, and two SHA-256 of what each worker holds.
     """
     started = time.monotonic()
-    plan = plan_reload(None, base, specs)
+    plan = plan_reload(None, WeightSet.of_base(base, digests), base.specs)
     before = await engine.weight_checksums()
     try:
         num_loaded = await engine.reload_from_zero(plan.parts)
     except ApplyError as error:
-        raise UnsupportedError(f"vLLM cannot load the base {where} again: {error}") from None
+        raise UnsupportedError(
+            f"vLLM cannot load the base {base.path} again: {error}; serve with --apply adapter"
+        ) from None
     after = await engine.weight_checksums()
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed or num_loaded != plan.num_tensors:
         raise UnsupportedError(
-            f"vLLM does not hold the same weights after loading {where} again ({num_loaded} of "
+            f"vLLM does not hold the same weights after loading {base.path} again ({num_loaded} of "
             f"{plan.num_tensors} tensors read; changed: {_some(changed)}), so that merged weights would be "
             "served wrong: serve with --apply adapter, or, if vLLM was started on another checkpoint, on this"
         )

@@ -107,7 +107,7 @@ class Watcher:
         """
         async with self._turn:
             if self._state.unhealthy_reason:  # since this was asked for: the engine holds nobody knows what
-                raise ApplyError(f"the server is unhealthy: {self._state.unhealthy_reason}")
+                raise ApplyError(f"the server is unhealthy: {self._state.unhealthy_reason}; restart it")
             if number != self._state.active_version:
                 await self._apply_asked(number)
                 self._state.why = f"the operator rolled back to version {number}"

@@ -7,32 +7,20 @@ was loaded, the worker's answer, the token ids afterwards or null].
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from fresh_engine import KV_CACHE_BYTES, MAX_MODEL_LEN, MAX_TOKENS, QUICK_START
+from fresh_engine import KV_CACHE_BYTES, MAX_MODEL_LEN, MAX_TOKENS, said_by
 from safetensors.torch import load_file, save_file
 
 from weightferry.rollout_server.engine import WORKER_EXTENSION
 
 PROMPTS = ["12 + 34 = ", "alpha " * 30]
-DEADLINE_S = 240
 
 
 def tell_story(base: Path, other: Path, directory: Path) -> list[tuple[str, dict[str, Any], Any]]:
-    done = subprocess.run(
-        [sys.executable, __file__, *map(str, (base, other, directory))],
-        env=os.environ | QUICK_START,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(done.stdout.rpartition("STORY\n")[2])
+    return said_by(__file__, "STORY", *map(str, (base, other, directory)))
 
 
 def write_bad_files(directory: Path, good: Path) -> dict[str, Path]:

@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 DEADLINE_S = 240
 MAX_TOKENS = 16
@@ -33,18 +34,35 @@ def ask_fresh_engines(
 ) -> list[list[list[int]]]:
     """Token ids for each prompt, for each start: a model's directory, and an adapter's or None."""
     plain = [(str(model), adapter and str(adapter)) for model, adapter in starts]
+    return said_by(
+        __file__,
+        "ANSWERS",
+        given={"prompts": prompts, "starts": plain, "num_ranks": num_ranks},
+        environment=fresh_ranks(num_ranks) if num_ranks > 1 else {},
+    )
+
+
+def said_by(
+    script: str,
+    mark: str,
+    *arguments: str,
+    given: Any = None,
+    environment: Mapping[str, str] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Any:
+    """The line of JSON after the line `mark`, from a script that starts engines; `given` is its input."""
     done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps({"prompts": prompts, "starts": plain, "num_ranks": num_ranks}),
-        env=os.environ | QUICK_START | (fresh_ranks(num_ranks) if num_ranks > 1 else {}),
+        [sys.executable, script, *arguments],
+        input=json.dumps(given),
+        env=os.environ | QUICK_START | dict(environment or {}),
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     # what follows are the farewells of ranks
-    return json.loads(done.stdout.rpartition("ANSWERS\n")[2].splitlines()[0])
+    return json.loads(done.stdout.rpartition(f"{mark}\n")[2].splitlines()[0])
 
 
 def rank_environment(num_ranks: int) -> dict[str, str]:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fresh_engine import DEADLINE_S, KV_CACHE_BYTES, QUICK_START
+from fresh_engine import KV_CACHE_BYTES, said_by
 
 from weightferry.rollout_server.engine import WORKER_EXTENSION, Part
 from weightferry.rollout_server.self_check import require_faithful_reload
@@ -44,17 +42,8 @@ class Found:
 
 
 def reload_and_start_anew(base: Path, versions: list[Path]) -> Found:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps({"base": str(base), "versions": [str(path) for path in versions]}),
-        env=os.environ | QUICK_START,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return Found(**json.loads(done.stdout.rpartition("FOUND\n")[2].splitlines()[0]))
+    given = {"base": str(base), "versions": [str(path) for path in versions]}
+    return Found(**said_by(__file__, "FOUND", given=given))
 
 
 def main() -> None:
@@ -99,12 +88,13 @@ class InProcess:
 
 def ask_after_each_reload(paths: list[Path]) -> tuple[str | None, list[Answers]]:
     checkpoints = [Checkpoint.open(path) for path in paths]
-    sets = [WeightSet.of_base(found, identify_base(found)[1]) for found in checkpoints]
+    digests = [identify_base(found)[1] for found in checkpoints]
+    sets = [WeightSet.of_base(*found) for found in zip(checkpoints, digests, strict=True)]
     llm = start(paths[0])
     engine = InProcess(llm)
     answers, refusal = [ask(llm)], None
     try:
-        asyncio.run(require_faithful_reload(engine, sets[0], checkpoints[0].specs, paths[0]))
+        asyncio.run(require_faithful_reload(engine, checkpoints[0], digests[0]))
     except UnsupportedError as error:
         refusal = str(error)
     for active, wanted in pairwise(sets):

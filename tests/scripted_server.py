@@ -10,6 +10,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
+# the status of a server that does as it should
+SERVING: dict[str, Any] = {
+    "state": "serving",
+    "active_version": 3,
+    "newest_version": 3,
+    "pinned_version": None,
+    "are_updates_paused": False,
+    "problem": None,
+    "why": "version 3 was applied",
+    "exchange": "/x",
+    "apply": "merged",
+    "applied": [],
+    "refused": [],
+}
+
 
 @dataclass(slots=True)
 class Script:

@@ -205,7 +205,7 @@ def test_nothing_listens_beyond_loopback(surface):
     assert [address for address in listening if address.ip not in ("127.0.0.1", "::1")] == []
 
 
-@pytest.mark.skipif(STRACE is None, reason="needs strace")
+@pytest.mark.skipif(STRACE is None, reason="runs on Linux with strace installed")
 def test_no_connection_beyond_loopback_was_attempted_since_the_start(surface):
     surface.server.ask_greedy(["12 + 34 = "])
     assert "127.0.0.1" in addresses(surface.calls, "bind")  # it does trace

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_server import SERVING
 from tiny_exchange import make_base, publish, writing
 from tiny_model import make_tiny_model
 from vllm_server import START_DEADLINE_S, live_server, plan_server
@@ -28,19 +29,6 @@ from weightferry.shared.exchange import Exchange
 OPERATIONS = Path(__file__).resolve().parent.parent / "docs/operations.md"
 COMMAND = [sys.executable, "-m", "weightferry.shared.command"]
 DEADLINE_S = 60.0
-STATUS: dict[str, Any] = {
-    "state": "serving",
-    "active_version": 3,
-    "newest_version": 3,
-    "pinned_version": None,
-    "are_updates_paused": False,
-    "problem": None,
-    "why": "version 3 was applied",
-    "exchange": "/x",
-    "apply": "merged",
-    "applied": [],
-    "refused": [],
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +59,7 @@ class Place:
 @pytest.fixture
 def status() -> dict[str, Any]:
     """What the server says of itself."""
-    return dict(STATUS)
+    return dict(SERVING)
 
 
 @pytest.fixture

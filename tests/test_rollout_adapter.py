@@ -92,7 +92,7 @@ def test_a_module_that_is_no_linear_layer_is_refused_with_the_way_out(tmp_path):
         check_adapter(write(tmp_path), entry, BASE)
 
 
-@pytest.mark.parametrize("init", ["pissa_niter_4", "OLoRA", "corda", "loftq"])
+@pytest.mark.parametrize("init", ["pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga"])
 def test_an_adapter_that_changed_its_base_when_it_was_made_is_refused(tmp_path, init):
     with pytest.raises(ApplyError, match="fits what its making left of the base, not the base"):
         check_adapter(write(tmp_path, init_lora_weights=init), ENTRY, BASE)

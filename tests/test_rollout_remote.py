@@ -13,23 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from scripted_server import SERVING
 
 from weightferry.shared.command import main
 
 TOKEN = "a-long-secret"
-SERVING: dict[str, Any] = {
-    "state": "serving",
-    "active_version": 3,
-    "newest_version": 3,
-    "pinned_version": None,
-    "are_updates_paused": False,
-    "problem": None,
-    "why": "version 3 was applied",
-    "exchange": "/x",
-    "apply": "merged",
-    "applied": [],
-    "refused": [],
-}
 
 
 class Server:
